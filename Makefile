@@ -73,7 +73,7 @@ slow: $(VENV)/installed ## the same properties over more examples and larger wor
 	MINIPAR_TRANSPORT=tagged $(BIN)/python -m pytest $(WORKERS) tests/comm tests/data_parallel tests/spec
 
 soak: $(VENV)/installed ## for an hour, or SOAK_MINUTES: drawn runs equal one process, and go on when something ends them
-	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py tests/train/test_chaos.py
+	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/train/verification/test_drawn_configs.py tests/train/test_chaos.py
 
 mutate: $(VENV)/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
 	$(BIN)/python -m tests.mutation "$(ROOM)" --sample "$(or $(SAMPLE),60)" --seed "$(or $(SEED),0)"

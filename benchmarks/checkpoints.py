@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import minipar
-from minipar.checkpoint.export import export_model
-from minipar.checkpoint.restore import Checkpoint
-from minipar.checkpoint.saver import Saver
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import Mesh
+from minipar.train.checkpoint.export import export_model
+from minipar.train.checkpoint.restore import Checkpoint
+from minipar.train.checkpoint.saver import Saver
 from minipar.train.parallelize import parallelize
 from minipar.train.state import described, parts_of, restore
 from minipar.train.text_generation import generate_on_mesh, load_stage

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Row, Times, on_cuda, race, row, run, seconds_a_call, worlds
 from minipar.comm import Comm
-from minipar.transport.native_calls import all_gather_single, reduce_scatter_single
+from minipar.comm.transport.native_calls import all_gather_single, reduce_scatter_single
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]

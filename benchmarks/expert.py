@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from benchmarks.harness import Row, Times, on_cuda, race, row, run, worlds
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
-from minipar.data.text import batch_of_step, load_text
 from minipar.expert import expert_parallel
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
 from minipar.model import MoE, Transformer, take_metrics
 from minipar.model.aux_loss import MoEMetrics
 from minipar.model.permute import combine, permute_rows, plan_kept_rows
+from minipar.train.data.text import batch_of_step, load_text
 from minipar.train.optim import BETAS, learning_rate
 
 NUM_EXPERTS, NUM_TOKENS, DIM, HIDDEN, TOP_K = 8, 4096, 128, 176, 2

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 import minipar
 from benchmarks.harness import Row, Times, race, row, run, worlds
 from benchmarks.tensor_parallel import dtensor
-from minipar.checkpoint.saver import Saver
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import Mesh
 from minipar.model import Block, Transformer
 from minipar.pipeline import partition
+from minipar.train.checkpoint.saver import Saver
 from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
 from minipar.train.state import described, parts_of

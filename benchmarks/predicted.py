@@ -28,11 +28,11 @@ from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import Machine
 from minipar.cost.timing import step_time
 from minipar.cost.work import head_seconds, layer_seconds
-from minipar.data.text import load_text
 from minipar.extras.run.calibrate import calibrate
 from minipar.mesh import Mesh
 from minipar.model import Block, Transformer
 from minipar.support.trace import Trace, busy_s
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.planned import job_and_layout
 from minipar.train.step import train_step

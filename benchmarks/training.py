@@ -12,17 +12,17 @@ from torch import Tensor
 
 from benchmarks.harness import Row, Step, Times, on_cuda, race, row, run, worlds
 from minipar.comm import Comm
+from minipar.comm.transport.cuda_trace import trace_on
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import MACHINES
-from minipar.data.text import Text, load_data
 from minipar.mesh import Mesh
 from minipar.model.attention import Attention
 from minipar.support.trace import Span, overlap_fraction, write_chrome_trace
+from minipar.train.data.text import Text, load_data
 from minipar.train.metrics import flops_per_token
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.transport.cuda_trace import trace_on
 
 SMALL = ModelConfig(dim=128, num_layers=2, num_heads=4, max_seq_len=128)
 # The model on a GPU: 0.8 billion parameters.

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Row, Times, race, row, run
-from minipar.checkpoint.export import export_llama
-from minipar.checkpoint.restore import Checkpoint, newest_whole
-from minipar.checkpoint.saver import Saver, StoredPart
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, Options, Request
 from minipar.mesh import Placement
 from minipar.model import Transformer
+from minipar.train.checkpoint.export import export_llama
+from minipar.train.checkpoint.restore import Checkpoint, newest_whole
+from minipar.train.checkpoint.saver import Saver, StoredPart
 
 MISSING = "skipped: transformers is not installed; pip install 'minipar[peers]'"
 NEW_TOKENS, BLOCK_SIZE, NUM_BLOCKS, TOKEN_BUDGET = 32, 16, 512, 256

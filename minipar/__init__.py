@@ -2,26 +2,22 @@
 
 For the same model, seed and batch, every mesh computes the same numbers. Each part imports only from those above it:
 
+simple           every idea once, in its smallest form: begin here
 support          errors, the registry of kinds and extras, options, traces
 schedules        pipeline schedules as data; imports no torch
 config           the settings of a run and of a model, and every rule of what is legal; imports no torch
 cost             memory, traffic and time of a run by formula, and the planner; imports no torch
-transport        how bytes move between ranks
-comm             Comm: ranks, messages, collectives
+comm             Comm: ranks, messages, collectives; in it transport, how bytes move
 mesh             ranks and axes; placements, the part of a global tensor that a rank holds
 runtime          ranks as processes, in a local pool or under torchrun
-simple           every idea once, in its smallest form: begin here
 model            the Transformer for one process: the reference of every test
+spec             specifications that check an implementation: ours, or a learner's
 data_parallel    DDP, ZeRO-1, ZeRO-2, FSDP
 tensor_parallel  sharded matrices, and sequence parallelism between them
 pipeline         one executor for every schedule
 expert           expert parallelism for MoE layers
 context          attention over a sequence split across ranks
-spec             specifications that check an implementation: ours, or a learner's
-data             the batch of a step, as a function of seed and step
-checkpoint       weights and states in files: written sharded, read on any mesh
-train            training on any mesh, checked against one process
-verification     any mesh against one process, tensor by tensor
+train            training on any mesh; in it data, checkpoint, and verification against one process
 inference        many requests served together, each with the same text as if served alone (up to ties of rounding)
 extras           parts that few runs use, found by name: nothing above imports them
 learn            exercises, puzzles, museum of bugs, quiz

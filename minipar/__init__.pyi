@@ -34,4 +34,4 @@ from .tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding
 from .tensor_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .config import TrainConfig as TrainConfig
 from .train import clip_grad_norm_ as clip_grad_norm_
-from .verification import verify as verify
+from .train import verify as verify

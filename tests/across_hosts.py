@@ -16,8 +16,8 @@ from minipar.comm import hierarchical, ring
 from minipar.comm.objects import gather_objects
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.mesh import Mesh
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 

@@ -67,8 +67,8 @@ OPERATORS = [
 
 # Tests of other rooms that are also about this one.
 ALSO = {
-    "comm": ["tests/test_grouped.py", "tests/runtime/test_output.py", "tests/transport/test_checked.py"],
-    "transport": [
+    "comm": ["tests/test_grouped.py", "tests/runtime/test_output.py", "tests/comm/transport/test_checked.py"],
+    "comm/transport": [
         "tests/comm",
         "tests/test_grouped.py",
         *(f"tests/runtime/test_{name}.py" for name in ("worker", "launch", "leaving_groups")),
@@ -84,7 +84,7 @@ ALSO = {
         "tests/extras/schedules/test_offloaded.py",
     ],
     "schedules": ["tests/pipeline/test_execute.py", "tests/extras/schedules/test_two_directions.py"],
-    "checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
+    "train/checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
     "spec": [
         f"tests/learn/exercises/test_{name}.py"
         for name in ("wrong_answers", "project", "containment", "command")

@@ -12,7 +12,7 @@ from benchmarks.harness import Row, print_table, row
 from benchmarks.peers import nanogpt, picotron
 from minipar.config.model_config import ModelConfig
 from minipar.cost.machines import find_machine
-from minipar.data.text import batch_of, load_data
+from minipar.train.data.text import batch_of, load_data
 
 
 def test_a_round_takes_as_long_as_on_its_slowest_rank():

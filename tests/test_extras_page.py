@@ -52,7 +52,7 @@ def test_the_example_of_a_schedule_is_verified(tmp_path):
     (info / "entry_points.txt").write_text(f"[minipar.extras]\n{name} = {place}\n")
     code = (
         "from dataclasses import replace; from minipar.config import VERIFY_DEFAULTS; "
-        "from minipar.verification import verify; "
+        "from minipar.train.verification import verify; "
         "result = verify(replace(VERIFY_DEFAULTS, pp=2, microbatches=4, schedule='last-first', steps=2)); "
         "print(result.equal, result.config.choice('schedule').help)"
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.mesh import Mesh
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.comm.cases import cases, failures
 from tests.examples import examples
 from tests.strategies import mesh_sizes, num_ranks

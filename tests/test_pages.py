@@ -15,7 +15,7 @@ from minipar.cli.flags import config_of
 from minipar.config.toml_config import as_toml
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.learn.ideas import with_table
-from minipar.verification.legal_configs import configs_to_verify
+from minipar.train.verification.legal_configs import configs_to_verify
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 from minipar.config.check_paths import require_picture
 from minipar.config.model_config import ModelConfig
-from minipar.data.text import batch_of_step, load_text
 from minipar.model import Transformer, take_metrics
 from minipar.support.errors import require_positive
+from minipar.train.data.text import batch_of_step, load_text
 from minipar.train.optim import BETAS, clip_grad_norm_, learning_rate
 from minipar.visualize.style import (
     BLUE,

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 
 from minipar.config.check_paths import require_picture
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
-from minipar.data.text import load_text
 from minipar.runtime.launch import shutdown
 from minipar.support.errors import require_positive
 from minipar.train import train
+from minipar.train.data.text import load_text
 from minipar.train.reference import train_in_one_process
 from minipar.visualize.style import (
     BLUE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.patches import Rectangle
 
-from minipar.verification.verify import Verification
+from minipar.train.verification.verify import Verification
 from minipar.visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"

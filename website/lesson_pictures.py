@@ -258,9 +258,9 @@ def trained_loads(balance_coef: float) -> dict[int, list[int]]:
     import torch
 
     from minipar.config.model_config import ModelConfig
-    from minipar.data.text import batch_of_step, load_text
     from minipar.model import Transformer
     from minipar.model.moe import take_metrics
+    from minipar.train.data.text import batch_of_step, load_text
 
     text, loads = load_text(None), {}
     config = ModelConfig(

@@ -20,7 +20,7 @@ from minipar.support.registry import Kind
 # A name that several rooms export is listed in the first of them.
 ROOMS = (
     "comm", "mesh", "config", "model", "data_parallel", "tensor_parallel", "schedules", "pipeline", "expert",
-    "context", "spec", "cost", "train", "verification", "inference",
+    "context", "spec", "cost", "train", "train.verification", "inference",
 )  # fmt: skip
 
 LEVELS = {

@@ -19,8 +19,8 @@ from benchmarks.peers.picotron import LR, MODEL, SAMPLES
 from minipar import run
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, batch_of, load_data
 from minipar.mesh import Mesh
+from minipar.train.data.text import Text, batch_of, load_data
 from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, Times, race, row
 from minipar import run
-from minipar.checkpoint.export import llama_config
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, batch_of, load_data
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.model.huggingface import huggingface_name
+from minipar.train.checkpoint.export import llama_config
+from minipar.train.data.text import Text, batch_of, load_data
 from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step

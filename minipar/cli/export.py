@@ -27,9 +27,9 @@ def export_command(
 
 def _export(run: Path, out: Path, layout: str) -> None:
     check_export(run, out, layout)
-    from minipar.checkpoint.export import export_llama, export_model
-    from minipar.checkpoint.restore import Checkpoint, newest_whole
     from minipar.support.atomic_files import prepare_folder
+    from minipar.train.checkpoint.export import export_llama, export_model
+    from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 
     path = newest_whole(run / CHECKPOINTS)
     if path is None:

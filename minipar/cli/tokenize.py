@@ -28,8 +28,8 @@ def _tokenize(text: Path, tokenizer: Path, out: Path) -> None:
     if out.is_dir():
         raise ValueError(f"out={out} is a folder; use the name of a file")
     require_writable(out.parent)
-    from minipar.data.tokenizer import Tokenizer, write_tokens
     from minipar.support.atomic_files import prepare_folder
+    from minipar.train.data.tokenizer import Tokenizer, write_tokens
 
     codec = Tokenizer(tokenizer)
     prepare_folder(out.parent)

@@ -43,7 +43,7 @@ def _verify(flags: Any) -> None:
     config = config_of(flags, TrainConfig)
     check_paths(config, writes=False)
     import_chosen(config)
-    from minipar.verification.verify import table, verify
+    from minipar.train.verification.verify import table, verify
 
     result = verify(config)
     print(table(result))
@@ -53,13 +53,13 @@ def _verify(flags: Any) -> None:
 def _sweep(flags: Any, world_size: int) -> None:
     config = config_of(flags, TrainConfig)
     check_paths(config)
-    from minipar.verification.legal_configs import configs_to_verify
+    from minipar.train.verification.legal_configs import configs_to_verify
 
     configs = configs_to_verify(config, world_size)
     from tqdm import tqdm
 
     from minipar.support.atomic_files import prepare_folder, write_whole
-    from minipar.verification.verify import table, verify
+    from minipar.train.verification.verify import table, verify
     from minipar.visualize.verify import draw_sweep, sweep_markdown
 
     folder = config.out or Path("runs/verify")

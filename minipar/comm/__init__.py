@@ -18,11 +18,11 @@ objects.py           gathers Python values
 agreement.py         values that must be equal on all ranks
 autograd.py          collectives with their adjoints as backward
 
-`minipar.transport` moves the bytes; `minipar.extras.collectives` has further algorithms.
+`minipar.comm.transport` moves the bytes; `minipar.extras.collectives` has further algorithms.
 """
 
 from minipar.comm.communicator import Comm
-from minipar.transport.errors import PeerLost
-from minipar.transport.traffic import Traffic
+from minipar.comm.transport.errors import PeerLost
+from minipar.comm.transport.traffic import Traffic
 
 __all__ = ["Comm", "PeerLost", "Traffic"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from minipar.comm import halving_doubling, hierarchical, pairwise, ring, ring_with_root, tree
 from minipar.comm.native import native
 from minipar.comm.point_to_point import PointToPoint, Sizes
+from minipar.comm.transport.errors import require_device
 from minipar.config.choices import ALGORITHMS as CHOICES
 from minipar.support.errors import one_of
-from minipar.transport.errors import require_device
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "all_reduce": {

@@ -20,9 +20,9 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.point_to_point import PointToPoint, Sizes
 from minipar.comm.ring import gathered_sizes
+from minipar.comm.transport.existing_group import transport_on
+from minipar.comm.transport.transport import Transport
 from minipar.support.chunks import check_sizes
-from minipar.transport.existing_group import transport_on
-from minipar.transport.transport import Transport
 
 
 class Comm(PointToPoint):

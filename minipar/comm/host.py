@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from minipar.comm.communicator import Comm
-from minipar.transport.process_groups import has_backend
-from minipar.transport.transport import Tagged
+from minipar.comm.transport.process_groups import has_backend
+from minipar.comm.transport.transport import Tagged
 
 
 def on_host(comm: Comm) -> Comm:

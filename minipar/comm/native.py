@@ -10,11 +10,11 @@ from minipar.comm.pairwise import all_to_all_sizes
 from minipar.comm.point_to_point import PointToPoint, Sizes
 from minipar.comm.reduction import find_reduction
 from minipar.comm.ring import gathered_sizes
+from minipar.comm.transport import native_calls
+from minipar.comm.transport.errors import connection_broke, peer_lost
+from minipar.comm.transport.process_groups import set_timeout
 from minipar.support.chunks import check_sizes
 from minipar.support.errors import one_of
-from minipar.transport import native_calls
-from minipar.transport.errors import connection_broke, peer_lost
-from minipar.transport.process_groups import set_timeout
 
 
 def native(comm: PointToPoint, collective: str, x: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from minipar.comm.transport.recording import recorded
+from minipar.comm.transport.stream import Handle, Operation
+from minipar.comm.transport.traffic import Traffic
+from minipar.comm.transport.transport import PendingMessages, PostedLater, Transport
 from minipar.support.trace import Trace
-from minipar.transport.recording import recorded
-from minipar.transport.stream import Handle, Operation
-from minipar.transport.traffic import Traffic
-from minipar.transport.transport import PendingMessages, PostedLater, Transport
 
 # Each rank's length along dim 0. None means torch.chunk's lengths in reduce_scatter, equal ones in all_gather.
 Sizes = Sequence[int] | None
@@ -38,7 +38,7 @@ class PointToPoint:
     trace        None, or the Trace that records every operation of this world
     timeout_s    seconds a single wait may take before it raises
 
-    Its operations run in call order, on one stream: see `transport/stream.py`.
+    Its operations run in call order, on one stream: see `comm/transport/stream.py`.
     """
 
     def __init__(

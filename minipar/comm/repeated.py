@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm.communicator import Comm
-from minipar.transport.stream import Handle
+from minipar.comm.transport.stream import Handle
 
 
 class Kept:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Pending
 from minipar.context.token_layout import local_runs
 from minipar.model import autocast
 from minipar.model.flash import AttentionKernel, check_shapes, choose
@@ -29,7 +30,6 @@ from minipar.model.mask import Mask, TokenRun, indices
 from minipar.support.errors import require_divides
 from minipar.support.staging import to_device
 from minipar.support.trace import span
-from minipar.transport.stream import Pending
 
 
 def all_gather_attention(

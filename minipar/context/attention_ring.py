@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Pending
 from minipar.context.token_layout import local_runs
 from minipar.model import autocast
 from minipar.model.flash import AttentionKernel, check_shapes, choose
 from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask
 from minipar.support.trace import span
-from minipar.transport.stream import Pending
 
 
 def ring_attention(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.arguments import (
     CommOf,
     bucket_sizes,
@@ -33,7 +34,6 @@ from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.mesh import place_whole, placement_of, set_placement
 from minipar.support.staging import to_device
-from minipar.transport.stream import Pending
 
 
 class DDP(nn.Module):

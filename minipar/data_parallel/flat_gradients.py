@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressors
@@ -22,7 +23,6 @@ from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
-from minipar.transport.stream import Pending
 
 if TYPE_CHECKING:
     from minipar.comm import Comm

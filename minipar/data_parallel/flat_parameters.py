@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import Layout, range_in_param, slice_of_chunk
 from minipar.data_parallel.freed_parameter import allow_use, forbid_use
 from minipar.data_parallel.memory import Memory
 from minipar.mesh import placement_of, set_placement
 from minipar.model.init import materialise
-from minipar.transport.stream import Pending
 
 # Every parameter and every chunk starts at a multiple of this many elements, which are at least 64 bytes in any dtype.
 ALIGNMENT_ELEMS = 64

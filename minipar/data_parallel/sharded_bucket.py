@@ -16,13 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import Placement, holds_part, placement_of, set_placement
 from minipar.mesh.shard_gradient import as_shard_gradient
-from minipar.transport.stream import Pending
 
 
 class ShardedBucket:

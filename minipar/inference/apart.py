@@ -30,6 +30,7 @@ import torch
 
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
+from minipar.comm.transport.stream import Pending
 from minipar.config.model_config import ModelConfig
 from minipar.inference.blocks import BlockPool
 from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second, refusal
@@ -43,7 +44,6 @@ from minipar.mesh import Mesh
 from minipar.model.sampling import NOT_FINITE, NotFinite
 from minipar.model.transformer import Transformer
 from minipar.support.errors import require_positive
-from minipar.transport.stream import Pending
 
 MAX_UNSENT = 16  # requests whose caches a prefill rank keeps while the decode ranks have not received them
 

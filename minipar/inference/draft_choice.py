@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.comm import Comm
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.inference.speculative import Draft, ModelDraft, NGramDraft
 from minipar.mesh import Mesh
+from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 from minipar.train.state import BUFFER, PARAMETER
 from minipar.train.text_generation import load_stage
 

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
-from minipar.data.tokenizer import Codec, codec_of_run
 from minipar.inference.apart import check_sides, serve_apart
 from minipar.inference.blocks import blocks_for, cache_bytes
 from minipar.inference.draft_choice import DraftChoice
@@ -36,6 +34,8 @@ from minipar.runtime.devices import Machine, choose_backend
 from minipar.runtime.launch import run
 from minipar.support.atomic_files import prepare_folder, write_whole
 from minipar.support.errors import require_divides
+from minipar.train.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
+from minipar.train.data.tokenizer import Codec, codec_of_run
 from minipar.train.state import BUFFER, PARAMETER
 from minipar.train.text_generation import check_mesh, load_stage
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os.path import commonprefix
 
-from minipar.data.tokenizer import Codec, Tokenizer
+from minipar.train.data.tokenizer import Codec, Tokenizer
 
 # A character has at most 4 bytes. So what these tokens are decoded to does not depend on the tokens before them, but for
 # its beginning, which the text with a further token begins with, too.

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Pending
 from minipar.inference.blocks import BlockMemory, blocks_for
 from minipar.inference.paged_model import PagedModel
-from minipar.transport.stream import Pending
 
 NOT_SENDABLE = "a cache that is rounded, or of latents, is not sent between ranks; serve on one side"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.stream import Handle, StreamThread
 from minipar.schedules.schedule import Action, Schedule, output_key
-from minipar.transport.stream import Handle, StreamThread
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8

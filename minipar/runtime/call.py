@@ -11,15 +11,15 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from minipar.comm.transport.diagnosis import deadlock, last_waited_for
+from minipar.comm.transport.messages import Message
+from minipar.comm.transport.watch import Stuck, ranks_behind
 from minipar.runtime import stacks
 from minipar.runtime.output import Output
 from minipar.runtime.protocol import STACK_SIGNAL, Answer, Failure, Status
 from minipar.runtime.rank_process import RankProcess
 from minipar.runtime.serialization import dumps, loads
 from minipar.support.errors import RankError
-from minipar.transport.diagnosis import deadlock, last_waited_for
-from minipar.transport.messages import Message
-from minipar.transport.watch import Stuck, ranks_behind
 
 OnReport = Callable[[int, Any], object]  # called with a rank and what it reports
 OnAsk = Callable[[int, Any], object]  # called with a rank and what it asks; returns the answer

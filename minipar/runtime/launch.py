@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from minipar.comm.communicator import Comm
+from minipar.comm.transport.transports import choose_transport
 from minipar.runtime.call import OnAsk, OnReport
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.devices import Machine, choose_backend, device_of, group_options
@@ -28,7 +29,6 @@ from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
 from minipar.runtime.serialization import dumps
 from minipar.support.environment import MAX_RANKS, in_local_pool, local_rank, ranks_per_node
-from minipar.transport.transports import choose_transport
 
 MAX_TIMEOUT_S = 366 * 24 * 3600  # a year: a timeout of centuries, in nanoseconds, would overflow 64 bits
 

@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 from signal import Signals
 from typing import Any
 
+from minipar.comm.transport.diagnosis import unmatched_messages
 from minipar.runtime.call import Call, OnAsk, OnReport, loadable, results
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.forkserver import ForkServer
@@ -16,7 +17,6 @@ from minipar.runtime.protocol import Job
 from minipar.runtime.rank_process import RankProcess
 from minipar.runtime.serialization import dumps
 from minipar.support.errors import RankError
-from minipar.transport.diagnosis import unmatched_messages
 
 
 class Pool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
+from minipar.comm.transport.diagnosis import MessageCounts
+from minipar.comm.transport.messages import ChannelId
+from minipar.comm.transport.watch import Stuck
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.stacks import Frame
-from minipar.transport.diagnosis import MessageCounts
-from minipar.transport.messages import ChannelId
-from minipar.transport.watch import Stuck
 
 # A rank answers this signal with its stack, as Java programs do. Windows, which `run` does not support, lacks it.
 STACK_SIGNAL: int = getattr(signal, "SIGQUIT", 0)

@@ -39,7 +39,7 @@ from minipar.runtime.caller import is_own
 Frame = tuple[str, int, str]  # file, line number, function
 
 _ROOMS = os.path.dirname(os.path.dirname(__file__))
-_COMM = tuple(os.path.join(_ROOMS, room, "") for room in ("comm", "transport"))
+_COMM = os.path.join(_ROOMS, "comm", "")
 # The frame that calls the caller's function.
 _OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")
 _HEADER = "(most recent call first):\n"

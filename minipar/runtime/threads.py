@@ -8,8 +8,8 @@ import threading
 from collections.abc import Collection
 from types import FrameType
 
+from minipar.comm.transport.stream import StreamThread
 from minipar.runtime.stacks import Frame, all_stacks, own_line, place
-from minipar.transport.stream import StreamThread
 
 # A thread that waits for another thread of its process is inside one of these functions. The second set counts only where
 # no timeout was given.

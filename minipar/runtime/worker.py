@@ -28,6 +28,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from minipar.comm import Comm
+from minipar.comm.transport import native_calls, process_groups
+from minipar.comm.transport.diagnosis import MessageCounts, message_counts
+from minipar.comm.transport.errors import PeerLate, PeerLost, connection_broke
+from minipar.comm.transport.messages import ChannelId
+from minipar.comm.transport.process_groups import set_timeout
+from minipar.comm.transport.transport import Transport
+from minipar.comm.transport.transports import choose_transport
+from minipar.comm.transport.watch import Stuck, Watch
 from minipar.runtime.caller import CallerEnvironment, CallerModules
 from minipar.runtime.devices import Machine, device_of, group_options
 from minipar.runtime.protocol import STACK_SIGNAL, Answer, Failure, Job, Status
@@ -36,14 +44,6 @@ from minipar.runtime.stacks import inside_comm, main_stack, own_line, write_on_s
 from minipar.runtime.threads import busy_threads
 from minipar.runtime.torch_state import TorchState
 from minipar.support.environment import name_process
-from minipar.transport import native_calls, process_groups
-from minipar.transport.diagnosis import MessageCounts, message_counts
-from minipar.transport.errors import PeerLate, PeerLost, connection_broke
-from minipar.transport.messages import ChannelId
-from minipar.transport.process_groups import set_timeout
-from minipar.transport.transport import Transport
-from minipar.transport.transports import choose_transport
-from minipar.transport.watch import Stuck, Watch
 
 MAX_CHARACTERS = 1 << 16  # maximum length of a traceback that the caller gets; longer ones are shortened
 

@@ -14,7 +14,8 @@ The common region of two boxes is a box again, from the larger start to the smal
 file relative to the saved box's start, in the result relative to the wanted box's. A rank opens only the files whose boxes
 overlap its own, so each opens a few of them, not all.
 
-In the library: minipar.checkpoint.restore.Checkpoint, plus flat shards (ZeRO), replicas, checksums; minipar.mesh.overlap.
+In the library: minipar.train.checkpoint.restore.Checkpoint, plus flat shards (ZeRO), replicas, checksums;
+minipar.mesh.overlap.
 """
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.messages import Channel
 from minipar.spec.collectives import SHAPES, calls_of, same_bits, varied, whose_part, wrong
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Body, Specification, Stage, on_ranks
 from minipar.spec.words import first, generator, mismatch, wrong_bytes
 from minipar.support.live_bytes import LiveBytes
-from minipar.transport.messages import Channel
 
 
 def _shift(world: Comm, shift: Implementation, shapes: Sequence[tuple[int, ...]] = SHAPES) -> str | None:

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from minipar.comm.transport.traffic import Traffic
 from minipar.spec.from_file import FromFile, Implementation, OnComm
-from minipar.transport.traffic import Traffic
 
 WAIT_S = 20
 

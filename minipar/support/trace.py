@@ -37,7 +37,7 @@ class Span(NamedTuple):
 class Trace:
     """The spans of one rank, in the order in which they ended. Recording a span costs about a microsecond.
 
-    now  returns the host's time, for `add`; `transport/cuda_trace.py` has a trace in GPU time
+    now  returns the host's time, for `add`; `comm/transport/cuda_trace.py` has a trace in GPU time
     """
 
     now = staticmethod(time.perf_counter)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm, autograd
+from minipar.comm.transport.stream import Pending
 from minipar.model import autocast
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.model.products import PLAIN, Products
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
-from minipar.transport.stream import Pending
 
 
 class ShardedWeight(NamedTuple):

@@ -15,22 +15,17 @@ node_warning.py      a warning if tp's messages cross nodes
 planned.py           converts a run's configuration to the planner's job and layout
 trainer.py           the loop, and the run around it
 text_generation.py   text from a trained model, on any mesh of tp and pp ranks
-"""
 
-from importlib import import_module
-from typing import Any
+In rooms of their own: data, the batch of a step; checkpoint, weights and states in files; verification, the comparison of
+any mesh with one process.
+"""
 
 import lazy_loader
 
 from minipar.config.train_config import TrainConfig as TrainConfig
 
-_getattr, _, _names = lazy_loader.attach_stub(__name__, __file__)
-__all__ = sorted([*_names, "TrainConfig", "verify"])  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    # `verify` is a public name of this package, but it is in `minipar.verification`, which imports this package.
-    return import_module("minipar.verification").verify if name == "verify" else _getattr(name)
+__getattr__, _, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = sorted([*_names, "TrainConfig"])  # noqa: PLE0605
 
 
 def __dir__() -> list[str]:

@@ -2,3 +2,4 @@
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .text_generation import generate_text as generate_text
 from .trainer import train as train
+from .verification.verify import verify as verify

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minipar.checkpoint.saver import StoredPart
 from minipar.comm import Comm
 from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.optimizer_interface import OptimizerInterface
 from minipar.mesh import Placement
+from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import Group
 
 if TYPE_CHECKING:
-    from minipar.checkpoint.restore import Checkpoint
     from minipar.config.train_config import TrainConfig
+    from minipar.train.checkpoint.restore import Checkpoint
     from minipar.train.parallelize import RankState
 
 CommOf = Callable[[Tensor], Comm]  # from a parameter to the Comm over which its gradient is averaged

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from minipar.checkpoint.initial_weights import fill, fill_buffers, initial_values
 from minipar.comm import Comm
 from minipar.config.check_config import schedule_of
 from minipar.config.train_config import TrainConfig
@@ -44,6 +43,7 @@ from minipar.pipeline.measure import seconds_of
 from minipar.pipeline.partition import layer_costs
 from minipar.schedules import Schedule
 from minipar.train.averaging import CommOf, GradientAveraging
+from minipar.train.checkpoint.initial_weights import fill, fill_buffers, initial_values
 from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import BETAS, Group, OptimizerFamily, make_scaler, norm_shares
 from minipar.train.recompute import recompute, relocate_activations

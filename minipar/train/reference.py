@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.checkpoint.initial_weights import whole_model
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, batch_of
 from minipar.model import set_num_groups, update_balance_bias
 from minipar.train.averaging import GradientAveraging
+from minipar.train.checkpoint.initial_weights import whole_model
+from minipar.train.data.text import Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate, make_scaler, may_step
 
 Observe = Callable[[dict[str, Tensor]], None]

@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from minipar.checkpoint.restore import Checkpoint, CheckpointRef, checkpoints, find_damage
 from minipar.comm import Comm
 from minipar.comm.agreement import require_equal
 from minipar.comm.objects import all_gather_objects
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import TextId
-from minipar.data.tokenizer import TOKENIZER
+from minipar.train.checkpoint.restore import Checkpoint, CheckpointRef, checkpoints, find_damage
+from minipar.train.data.text import TextId
+from minipar.train.data.tokenizer import TOKENIZER
 from minipar.train.log import METRICS
 from minipar.train.state import changed_settings, require_same_run
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from minipar.checkpoint.restore import Checkpoint
-from minipar.checkpoint.saver import StoredPart
 from minipar.config.train_config import TrainConfig
-from minipar.data.epoch import place_of_step
-from minipar.data.text import NO_TEXT, TextId
 from minipar.mesh import Placement, placement_of
+from minipar.train.checkpoint.restore import Checkpoint
+from minipar.train.checkpoint.saver import StoredPart
+from minipar.train.data.epoch import place_of_step
+from minipar.train.data.text import NO_TEXT, TextId
 from minipar.train.parallelize import RankState
 
 PARAMETER, BUFFER = "parameter", "buffer"

@@ -13,11 +13,11 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.context import local_positions
-from minipar.data.text import Text, batch_of
 from minipar.mesh import Mesh
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.support.staging import pinned, to_device
 from minipar.support.trace import span
+from minipar.train.data.text import Text, batch_of
 from minipar.train.log import Metrics
 from minipar.train.metrics import routing, speed
 from minipar.train.optim import grad_norm, learning_rate, may_step

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
 from minipar.comm import Comm
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.config.tensor_limits import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
-from minipar.data.tokenizer import Ids, codec_of_run
 from minipar.expert import expert_parallel
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import Transformer
@@ -30,6 +28,8 @@ from minipar.model.sampling import checked_prompt, choose_rows, continue_text
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.runtime.launch import run
 from minipar.tensor_parallel import tensor_parallel
+from minipar.train.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
+from minipar.train.data.tokenizer import Ids, codec_of_run
 from minipar.train.state import BUFFER, PARAMETER
 
 

@@ -13,23 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.checkpoint.initial_weights import check_initial_weights
-from minipar.checkpoint.restore import (
-    Checkpoint,
-    CheckpointRef,
-    agree_on_newest,
-    decided_on_rank_0,
-    newest_whole,
-)
-from minipar.checkpoint.saver import Saver, checkpoint_path
 from minipar.comm import Comm
 from minipar.comm.objects import gather_objects
+from minipar.comm.transport.cuda_trace import trace_on
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.toml_config import as_toml
 from minipar.config.train_config import TrainConfig
-from minipar.data.prefetch import prefetch_batches
-from minipar.data.text import NO_TEXT, Text, TextId, hold_out, load_data
-from minipar.data.tokenizer import TOKENIZER, name_of_codec, read_tokenizer
 from minipar.expert import gradient_comm
 from minipar.mesh import Mesh
 from minipar.runtime.launch import init_from_env, run
@@ -37,6 +26,18 @@ from minipar.support.atomic_files import prepare_folder, write_whole
 from minipar.support.environment import is_rank_0, ranks_per_node, under_torchrun
 from minipar.support.errors import Stopped
 from minipar.support.trace import DATA, Span, span, write_chrome_trace
+from minipar.train.checkpoint.initial_weights import check_initial_weights
+from minipar.train.checkpoint.restore import (
+    Checkpoint,
+    CheckpointRef,
+    agree_on_newest,
+    decided_on_rank_0,
+    newest_whole,
+)
+from minipar.train.checkpoint.saver import Saver, checkpoint_path
+from minipar.train.data.prefetch import prefetch_batches
+from minipar.train.data.text import NO_TEXT, Text, TextId, hold_out, load_data
+from minipar.train.data.tokenizer import TOKENIZER, name_of_codec, read_tokenizer
 from minipar.train.log import Metrics, MetricsLog
 from minipar.train.node_warning import warn_if_tp_crosses
 from minipar.train.optim import NotFinite
@@ -53,7 +54,6 @@ from minipar.train.resume import (
 from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
 from minipar.train.step import evaluate, local_batch, train_step
 from minipar.train.text_generation import sample_text
-from minipar.transport.cuda_trace import trace_on
 
 OnProgress = Callable[[str, Metrics], None]
 Stop = Callable[[], bool]  # whether the run has been asked to stop

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import minipar
-from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.cli import COMMANDS, main
+from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 from minipar.train.log import read_metrics
 from tests.programs import interruptible
 

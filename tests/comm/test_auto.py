@@ -49,7 +49,7 @@ def test_the_algorithm_changes_at_its_number_of_bytes(collective, size, num_byte
 
 @pytest.mark.parametrize("size", [*SIZES, 7, 12, 64, 1000])
 def test_no_vector_of_16_bytes_a_rank_is_sent_more_often_than_around_a_ring(size):
-    """Each rank's messages, by the algorithms' formulas: tests/transport/test_traffic.py holds those against the ledger."""
+    """Each rank's messages, by the formulas that tests/comm/transport/test_traffic.py holds against the ledger."""
     for collective, chunk in product((*SUMS, "all_gather"), (SHORT, SHORT + 1, 1 << 12, 1 << 18, 1 << 22)):
         rows = chunk if collective == "all_gather" else chunk * size
         algorithm = choose(collective, size, chunk * size * FLOAT)

@@ -14,7 +14,7 @@ from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.mesh import Mesh
 from minipar.support.live_bytes import LiveBytes
 from minipar.train.parallelize import parallelize
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.cost.runs import MIXTURE, RUN, sent
 
 MESHES = [

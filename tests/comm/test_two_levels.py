@@ -13,10 +13,10 @@ import minipar
 from minipar.comm import Comm, collectives
 from minipar.comm.collectives import SHORT_BYTES_PER_RANK
 from minipar.config.train_config import SMALL, TrainConfig
-from minipar.data.text import load_text
 from minipar.mesh import Mesh
 from minipar.spec.algorithms import recording_peers
 from minipar.support.chunks import chunk_sizes
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.reference import train_in_one_process
 from minipar.train.step import train_step

@@ -11,7 +11,7 @@ from minipar.cli.flags import config_of, flags_of
 from minipar.config.choices import CHOSEN
 from minipar.config.toml_config import as_toml, read_settings
 from minipar.config.train_config import TrainConfig
-from tests.verification.test_verify import configs
+from tests.train.verification.test_verify import configs
 
 
 @given(configs())

@@ -3,7 +3,7 @@ import pytest
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.train import train
-from minipar.verification import verify
+from minipar.train.verification import verify
 from tests.config.advice import followed, refusal
 
 

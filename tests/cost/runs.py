@@ -8,8 +8,8 @@ from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Job, Layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.traffic import step_traffic
-from minipar.data.text import load_text
 from minipar.mesh import Mesh
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.planned import job_and_layout
 from minipar.train.step import train_step

@@ -22,13 +22,13 @@ from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import plan
 from minipar.cost.ranks import ends_elems, held_by, held_elems, layer_kinds_elems, unsharded_elems
-from minipar.data.text import load_text
 from minipar.data_parallel.flat_gradients import UnitReducer
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.model.block import run_blocks
 from minipar.support.live_bytes import LiveBytes
 from minipar.tensor_parallel import tensor_parallel
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.recompute import recompute
 from minipar.train.step import train_step

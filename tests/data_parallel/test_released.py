@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import minipar
+from minipar.comm.transport.shared_memory import REPEATED
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
 from minipar.pipeline import Pipeline
 from minipar.schedules import make_schedule
-from minipar.transport.shared_memory import REPEATED
 
 FEW, MANY = 40, 200  # models, in quick runs and in all
 

@@ -48,7 +48,7 @@ def check(hidden):
                     raise AssertionError(f"{kind}={name} is gone, and was found")
 
     if len(hidden) > 1:
-        from minipar.verification.verify import table, verify
+        from minipar.train.verification.verify import table, verify
         result = verify(minipar.config.VERIFY_DEFAULTS.choosing(dp=2, pp=2, microbatches=2, zero=1, steps=1))
         assert result.equal, table(result)
         minipar.shutdown()

@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 
 from minipar.comm import reduction
+from minipar.comm.transport.cuda_trace import trace_on
 from minipar.mesh import Mesh
 from minipar.spec.collectives import wrong
 from minipar.support.live_bytes import counted_bytes
 from minipar.support.trace import overlap_fraction
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.transport.cuda_trace import trace_on
 from tests.comm.cases import implementation
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import minipar
-from minipar.data.text import load_data
 from minipar.runtime.devices import Machine
 from minipar.support.errors import RankError
-from minipar.verification.verify import table, verify
+from minipar.train.data.text import load_data
+from minipar.train.verification.verify import table, verify
 from tests.comm.cases import NAMES, case
 from tests.comm.sent import FORMULAS, messages
 from tests.gpu import bodies

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.data.tokenizer import Bytes, Ids, Tokenizer
 from minipar.inference import text as text_module
 from minipar.inference.text import Text
+from minipar.train.data.tokenizer import Bytes, Ids, Tokenizer
 from tests.examples import examples
 
 SAMPLE = "the cat sat on the mat. 日本 é "

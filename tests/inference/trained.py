@@ -5,8 +5,8 @@ import functools
 import torch
 
 from minipar.config.model_config import ModelConfig
-from minipar.data.text import load_text
 from minipar.model import Transformer
+from minipar.train.data.text import load_text
 
 CONFIG = ModelConfig(vocab_size=256, dim=64, num_layers=2, num_heads=2, hidden_dim=192, max_seq_len=64)
 SEQ_LEN, BATCH, STEPS, HELD_OUT = 64, 16, 150, 32

@@ -10,8 +10,8 @@ import minipar
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.mesh import Mesh, axes_across_nodes
+from minipar.train.data.text import load_text
 from minipar.train.node_warning import leaving_bytes, sent_bytes, warn_if_tp_crosses
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step

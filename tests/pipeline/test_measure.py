@@ -24,7 +24,7 @@ from minipar.schedules.simulate import simulate
 from minipar.schedules.v_shaped import dualpipe_v
 from minipar.schedules.zero_bubble import zb_h1
 from minipar.train import parallelize
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.pipeline.programs import check_emulated
 from tests.pipeline.strategies import costs, schedules
 

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from minipar.comm.transport.diagnosis import MessageCounts
+from minipar.comm.transport.messages import ChannelId
+from minipar.comm.transport.watch import Stuck
 from minipar.runtime.call import Call
 from minipar.runtime.protocol import Status
 from minipar.runtime.worker import _stuck
 from minipar.support.errors import RankError
-from minipar.transport.diagnosis import MessageCounts
-from minipar.transport.messages import ChannelId
-from minipar.transport.watch import Stuck
 
 WORLD = ChannelId("world", (0, 1, 2))
 STUCK = Stuck("all_reduce", WORLD, 3, 20.0)

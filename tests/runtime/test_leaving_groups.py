@@ -16,8 +16,8 @@ def look():  # registered first, so called last
 atexit.register(look)
 import minipar
 from minipar.runtime import launch
-from minipar.transport.transport import Transport
-from minipar.transport.grouped import Grouped
+from minipar.comm.transport.transport import Transport
+from minipar.comm.transport.grouped import Grouped
 if sys.argv[1] == "stays":
     launch._leave_group = lambda: None
 if sys.argv[1] == "holds":

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import minipar
+from minipar.comm.transport.diagnosis import MessageCounts
 from minipar.runtime import call, launch
 from minipar.runtime.call import Call
 from minipar.runtime.protocol import Status
 from minipar.runtime.serialization import dumps
-from minipar.transport.diagnosis import MessageCounts
 from tests import failures
 from tests.programs import Program
 

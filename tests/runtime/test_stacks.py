@@ -131,6 +131,6 @@ def test_a_rank_that_is_freeing_what_it_held_can_be_asked():
 
 
 def test_a_function_of_a_comm_is_told_from_the_users_own():
-    for module in (minipar.comm.ring, minipar.transport.stream):
+    for module in (minipar.comm.ring, minipar.comm.transport.stream):
         assert stacks.inside_comm([(module.__file__, 1, "all_reduce")])
     assert not stacks.inside_comm([(__file__, 1, "all_reduce")])

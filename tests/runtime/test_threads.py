@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import minipar
+from minipar.comm.transport.stream import ThreadStream
 from minipar.runtime.threads import busy_threads
-from minipar.transport.stream import ThreadStream
 
 
 def joins(end):

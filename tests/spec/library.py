@@ -150,7 +150,7 @@ def placement(box) -> Placement:
 
 
 def reshard(boxes, load, wanted):
-    """As a checkpoint reads a tensor (`minipar.checkpoint.restore.Checkpoint`)."""
+    """As a checkpoint reads a tensor (`minipar.train.checkpoint.restore.Checkpoint`)."""
     wanted, out = placement(wanted), None
     missing = wanted.numel
     for i, saved in enumerate(map(placement, boxes)):

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minipar.comm import Comm
-from minipar.transport.stream import ThreadStream
-from minipar.transport.transport import Transport
+from minipar.comm.transport.stream import ThreadStream
+from minipar.comm.transport.transport import Transport
 
 META = torch.device("meta")
 

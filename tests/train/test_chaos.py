@@ -24,8 +24,8 @@ import pytest
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.data_parallel import DDP
+from minipar.train.data.text import load_data
 from minipar.train.reference import relative, train_in_one_process
 from tests.programs import Program
 

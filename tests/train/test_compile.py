@@ -9,7 +9,7 @@ import torch
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.model import Transformer
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 
 EXPERTS = replace(VERIFY_DEFAULTS.model, num_experts=4)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.prefetch import prefetch_batches
 from minipar.data_parallel import arguments
 from minipar.extras.optimizers import families
 from minipar.mesh import Mesh
@@ -19,6 +18,7 @@ from minipar.pipeline import execute
 from minipar.support import staging
 from minipar.tensor_parallel import split_model
 from minipar.train import optim, parallelize, step
+from minipar.train.data.prefetch import prefetch_batches
 from tests.train.nowhere import META, HostCopies, world_of
 
 MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1)

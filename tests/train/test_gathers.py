@@ -10,13 +10,13 @@ import minipar
 from minipar.config.check_config import schedule_of
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import Mesh
 from minipar.pipeline.stage import Stage
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 
 MODEL = ModelConfig(dim=16, num_layers=4, num_heads=2, num_kv_heads=1, max_seq_len=8, vocab_size=256)
 RUN = TrainConfig(

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import minipar
+from minipar.comm.transport.stream import Handle
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.mesh import Mesh
+from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.transport.stream import Handle
 from tests.train.host_waits import host_waits
 
 STEP = {

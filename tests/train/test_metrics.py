@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import minipar
-from minipar.checkpoint.restore import find_damage
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.train import train
+from minipar.train.checkpoint.restore import find_damage
+from minipar.train.data.text import load_text
 from minipar.train.log import MetricsLog, read_metrics
 from minipar.train.metrics import flops_per_token, speed
 from minipar.train.parallelize import parallelize

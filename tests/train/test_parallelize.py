@@ -14,7 +14,7 @@ from minipar.extras.optimizers.families import lamb_over
 from minipar.extras.optimizers.lamb import Lamb
 from minipar.mesh import Mesh, Placement, set_placement
 from minipar.train.parallelize import parallelize
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.strategies import assert_equal_to
 
 

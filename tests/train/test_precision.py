@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.data.text import load_text
 from minipar.data_parallel import DynamicLossScaler
 from minipar.mesh import Mesh
 from minipar.model.moe import moe_layers
+from minipar.train.data.text import load_text
 from minipar.train.optim import may_step
 from minipar.train.parallelize import parallelize
 from minipar.train.reference import ReferenceRun, compare, train_in_one_process
 from minipar.train.step import train_step
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.examples import examples
-from tests.verification.test_verify import configs
+from tests.train.verification.test_verify import configs
 
 SHORT = replace(DEFAULTS, steps=3)
 UNTIED = replace(DEFAULTS.model, tie_embeddings=False)
@@ -105,7 +105,7 @@ def with_auxiliary_losses_not_scaled(state):
 
 
 def observe_faulty(fault, world, config, text):
-    place = import_module("minipar.verification.verify")
+    place = import_module("minipar.train.verification.verify")
     right = place.parallelize
 
     def broken(*args):
@@ -135,7 +135,7 @@ def test_a_planted_fault_is_seen_in_half_precision(monkeypatch, fault, says):
         EXPERTS if fault is with_auxiliary_losses_not_scaled else DEFAULTS.model, balance_coef=1.0
     )
     config = replace(SHORT, steps=1, dp=2, dtype="float16", optimizer="lamb", model=model)
-    place = import_module("minipar.verification.verify")
+    place = import_module("minipar.train.verification.verify")
     monkeypatch.setattr(place, "_observe_rank", partial(observe_faulty, fault))
     assert verify(config).first_divergence.what == says
 

@@ -14,7 +14,7 @@ from minipar.mesh import Mesh
 from minipar.model import Block, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.recompute import _Kept, recompute, relocate_activations
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 
 KEPT = dict(recompute="full", partition_activations=True)
 

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 import minipar
-from minipar.checkpoint import restore
-from minipar.checkpoint.restore import (
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.support.errors import Stopped
+from minipar.train import train, trainer
+from minipar.train.checkpoint import restore
+from minipar.train.checkpoint.restore import (
     TensorFile,
     agree_on_newest,
     checkpoints,
     decided_on_rank_0,
     newest_whole,
 )
-from minipar.config.model_config import ModelConfig
-from minipar.config.train_config import TrainConfig
-from minipar.data.text import TextId, load_data
-from minipar.support.errors import Stopped
-from minipar.train import train, trainer
+from minipar.train.data.text import TextId, load_data
 from minipar.train.log import read_metrics
 from minipar.train.resume import require_same_start, require_shared
-from tests.checkpoint.test_checkpoint import damage_bit
-from tests.checkpoint.test_saves import save_each
+from tests.train.checkpoint.test_checkpoint import damage_bit
+from tests.train.checkpoint.test_saves import save_each
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32)
 BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=4, warmup=2, verify_steps=0, trace_steps=0)

@@ -11,11 +11,11 @@ import minipar
 from minipar.config.mesh_rules import shares_by_speed
 from minipar.config.toml_config import as_toml, read_settings
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
-from minipar.data.text import load_text
 from minipar.mesh import Mesh
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import gradients, local_batch
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.cost.runs import RUN, sent
 
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.checkpoint.export import export_llama, full_parameters
-from minipar.checkpoint.restore import Checkpoint, checkpoints, newest_whole
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.model import from_huggingface
 from minipar.train import generate_text, train
-from minipar.verification.legal_configs import legal_configs
+from minipar.train.checkpoint.export import export_llama, full_parameters
+from minipar.train.checkpoint.restore import Checkpoint, checkpoints, newest_whole
+from minipar.train.verification.legal_configs import legal_configs
 from tests.examples import examples
 
 SMALL = ModelConfig(

@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.checkpoint.export import full_parameters
-from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
-from minipar.checkpoint.tensor_file import TensorFile
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
@@ -23,6 +20,9 @@ from minipar.model.cache import GenerationCache, KeyValueCache
 from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train import generate_text, text_generation, train
+from minipar.train.checkpoint.export import full_parameters
+from minipar.train.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
+from minipar.train.checkpoint.tensor_file import TensorFile
 from minipar.train.state import BUFFER
 from minipar.train.text_generation import generate_on_mesh, load_stage
 from tests.examples import examples

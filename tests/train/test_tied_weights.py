@@ -10,8 +10,8 @@ import torch
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.mesh import Mesh, placement_of
+from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 

@@ -7,10 +7,10 @@ import pytest
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.data_parallel import DDP
 from minipar.data_parallel.buckets import flat_bytes
 from minipar.mesh import Mesh
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 

@@ -6,9 +6,9 @@ import pytest
 
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_text
 from minipar.support.trace import DATA
 from minipar.train import train
+from minipar.train.data.text import load_text
 from minipar.train.reference import compare, train_in_one_process
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, dropout=0.1, tie_embeddings=True)

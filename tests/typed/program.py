@@ -10,11 +10,11 @@ from torch import Tensor, nn
 import minipar
 from minipar import pipeline
 from minipar.comm import Comm
+from minipar.comm.transport.traffic import Traffic
 from minipar.data_parallel import DynamicLossScaler
 from minipar.mesh import Placement, placement_of
 from minipar.schedules import Action, Costs, Schedule, Timeline
 from minipar.spec import SPECIFICATIONS, Report
-from minipar.transport.traffic import Traffic
 
 
 def collectives(world: Comm) -> float:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.verification.verify import Row, Verification
+from minipar.train.verification.verify import Row, Verification
 from minipar.visualize.verify import draw_sweep, sweep_markdown
 
 

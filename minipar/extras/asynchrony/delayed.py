@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minipar.checkpoint.saver import StoredPart
 from minipar.data_parallel.arguments import ParamGroup
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.mesh import Placement, placement_of
 from minipar.train.averaging import CommOf, Plain
+from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import Group
 
 if TYPE_CHECKING:
-    from minipar.checkpoint.restore import Checkpoint
     from minipar.config.train_config import TrainConfig
+    from minipar.train.checkpoint.restore import Checkpoint
     from minipar.train.parallelize import RankState
 
 KIND = "delayed"  # the kind of these parts in a checkpoint

@@ -24,8 +24,8 @@ from minipar.comm import reduction as reductions
 from minipar.comm.point_to_point import PointToPoint
 from minipar.comm.reduction import Reduction, find_reduction
 from minipar.comm.ring import flatten
+from minipar.comm.transport.stream import Pending
 from minipar.support.chunks import bounds, chunk_sizes
-from minipar.transport.stream import Pending
 
 
 class Node(NamedTuple):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minipar.checkpoint.saver import StoredPart
 from minipar.comm import Comm
 from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
@@ -37,11 +36,12 @@ from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
 from minipar.train.averaging import Average, CommOf, Means, Plain
+from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import BETAS, Group
 
 if TYPE_CHECKING:
-    from minipar.checkpoint.restore import Checkpoint
     from minipar.config.train_config import TrainConfig
+    from minipar.train.checkpoint.restore import Checkpoint
     from minipar.train.parallelize import RankState
 
 MakeCompressor = Callable[[Comm], StatefulCompressor]

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.messages import Channel, ChannelId, Message
+from minipar.comm.transport.traffic import Traffic
 from minipar.extras.dry_run.call import Call, call_of
 from minipar.extras.dry_run.record import Make, Post, Program, Refused, Step, in_words
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.extras.dry_run.transport import Contents, RecordedMessages, RecordedTransport
-from minipar.transport.messages import Channel, ChannelId, Message
-from minipar.transport.traffic import Traffic
 
 OVER_RANKS = {"sum": "sum", "max": "amax", "min": "amin"}  # reduction -> name of the Tensor method
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Generic
 
+from minipar.comm.transport.messages import ChannelId
 from minipar.extras.dry_run.call import Call
 from minipar.extras.dry_run.kind_transport import KindComm, KindTransport, Worlds
 from minipar.extras.dry_run.matching import disagreements
@@ -28,7 +29,6 @@ from minipar.extras.dry_run.programs import RankProgram, T, record
 from minipar.extras.dry_run.prove import Proven, prove
 from minipar.extras.dry_run.record import Program, Refused, difference
 from minipar.mesh import Mesh
-from minipar.transport.messages import ChannelId
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minipar.comm.transport.messages import Message
 from minipar.extras.dry_run.record import Completed, Post, Program
-from minipar.transport.messages import Message
 
 # (channel's name, lane, sender, receiver, number)
 Key = tuple[str, str, int, int, int]

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product, zip_longest
 
+from minipar.comm.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
+from minipar.comm.transport.messages import ChannelId, Message
 from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
-from minipar.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
-from minipar.transport.messages import ChannelId, Message
 
 MOST_SENTENCES = 8
 

@@ -25,7 +25,7 @@ from minipar.extras.dry_run.tensors import DryTensors
 
 aten = torch.ops.aten
 # Modules that check or dispatch on `tensor.device`: there, a meta tensor says that it is on the CPU, as in a run.
-ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
+ASKS_FOR_DEVICE = ("minipar.comm.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 
 

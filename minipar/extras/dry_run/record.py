@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from minipar.transport.checked import OF_ONE_SHAPE
-from minipar.transport.messages import ChannelId, Message
+from minipar.comm.transport.checked import OF_ONE_SHAPE
+from minipar.comm.transport.messages import ChannelId, Message
 
 
 class Refused(ValueError):

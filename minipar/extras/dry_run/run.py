@@ -24,7 +24,6 @@ from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
-from minipar.data.text import Text, load_data
 from minipar.extras.dry_run.kinds import KindsRun, run_kinds
 from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.record import Program
@@ -32,6 +31,7 @@ from minipar.extras.dry_run.tensors import DryTensors
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import Coordinates
 from minipar.support.environment import MAX_RANKS
+from minipar.train.data.text import Text, load_data
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step

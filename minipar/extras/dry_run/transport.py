@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minipar.comm.transport.messages import Channel, ChannelId, Message
+from minipar.comm.transport.stream import OnWait, Operation, Stream
+from minipar.comm.transport.traffic import Traffic
+from minipar.comm.transport.transport import Transport
 from minipar.extras.dry_run.record import (
     Completed,
     Finished,
@@ -29,10 +33,6 @@ from minipar.extras.dry_run.record import (
     Start,
     Step,
 )
-from minipar.transport.messages import Channel, ChannelId, Message
-from minipar.transport.stream import OnWait, Operation, Stream
-from minipar.transport.traffic import Traffic
-from minipar.transport.transport import Transport
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]

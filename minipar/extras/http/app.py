@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from minipar.data.tokenizer import Codec
 from minipar.extras.http.bodies import (
     Asked,
     BadRequest,
@@ -36,6 +35,7 @@ from minipar.extras.http.bodies import (
 from minipar.extras.http.live import Closed, Desk, Heard, QueueFull
 from minipar.extras.http.prometheus import CONTENT_TYPE, metrics_text
 from minipar.support.errors import one_of
+from minipar.train.data.tokenizer import Codec
 
 LARGE_BODY = 1 << 14  # bytes; to parse more takes long enough to leave it to a thread
 

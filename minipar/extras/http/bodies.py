@@ -21,10 +21,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from minipar.data.tokenizer import Codec
 from minipar.inference.request import Request
 from minipar.inference.text import Text as Text
 from minipar.support.errors import one_of
+from minipar.train.data.tokenizer import Codec
 
 ROLES = ("system", "developer", "user", "assistant")
 SHARED = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options")

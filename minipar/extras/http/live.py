@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from minipar.checkpoint.restore import CheckpointRef
 from minipar.comm import Comm
 from minipar.comm.objects import broadcast_object
 from minipar.inference.draft_choice import DraftChoice
@@ -24,6 +23,7 @@ from minipar.inference.engine import Engine, Options, Result
 from minipar.inference.events import Event, Kind
 from minipar.inference.request import Request
 from minipar.inference.serve import MeshSizes, make_engine
+from minipar.train.checkpoint.restore import CheckpointRef
 
 
 class News(NamedTuple):

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from minipar.checkpoint.restore import checkpoints, decided_on_rank_0
 from minipar.comm import Comm
 from minipar.comm.host import on_host
 from minipar.config.check_paths import CHECKPOINTS
@@ -39,6 +38,7 @@ from minipar.cost.timing import step_time
 from minipar.runtime.launch import MAX_TIMEOUT_S
 from minipar.support.environment import ranks_per_node
 from minipar.support.errors import Stopped, divisors
+from minipar.train.checkpoint.restore import checkpoints, decided_on_rank_0
 from minipar.train.planned import job_and_layout, not_weighed
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, hold_out, load_text
 from minipar.mesh import Mesh
 from minipar.runtime.launch import run
+from minipar.train.data.text import Text, hold_out, load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import evaluate, train_step
 

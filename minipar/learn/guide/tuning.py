@@ -111,9 +111,9 @@ def _spans(world: Any, setting: Setting) -> list[Span]:
     """Run STEPS steps after the warm-up on one rank; return their spans."""
     import torch
 
-    from minipar.data.prefetch import prefetch_batches
     from minipar.data_parallel import DDP
     from minipar.pipeline.emulate import EmulatedStage
+    from minipar.train.data.prefetch import prefetch_batches
 
     class SleepingLink:
         """A compressor that compresses nothing, but simulates a slow link: it sleeps LINK_S for each layer's gradients."""

@@ -12,14 +12,14 @@ from unittest import mock
 
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, load_text
 from minipar.mesh import Mesh
 from minipar.runtime.launch import run
 from minipar.spec import SPECIFICATIONS
 from minipar.support.errors import RankError
+from minipar.train.data.text import Text, load_text
 from minipar.train.reference import train_in_one_process
 
-verification = import_module("minipar.verification.verify")  # the package also has a function `verify`
+verification = import_module("minipar.train.verification.verify")  # the package also has a function `verify`
 
 Symptom = Literal[
     "fine and wrong",

@@ -18,7 +18,6 @@ from minipar.config.moe_config import MoEConfig
 from minipar.config.train_config import TrainConfig
 from minipar.context import attention_ring
 from minipar.context.token_layout import local_runs
-from minipar.data.text import batch_of
 from minipar.data_parallel import ddp
 from minipar.learn.museum.exhibit import Change
 from minipar.mesh import Mesh, placement_of
@@ -29,9 +28,10 @@ from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
 from minipar.tensor_parallel import column, parallel_linear, sequence
 from minipar.train import parallelize, step
+from minipar.train.data.text import batch_of
 from minipar.train.parallelize import RankState
 
-verification = import_module("minipar.verification.verify")  # the package also has a function `verify`
+verification = import_module("minipar.train.verification.verify")  # the package also has a function `verify`
 
 
 def replaced(module: ModuleType, **names: object) -> SimpleNamespace:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.extras.asynchrony.delayed import DelayedInOneProcess, DelayedOptimizer, largest_stable_rate
 from minipar.mesh import Mesh
 from minipar.train import train
+from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.examples import examples
 from tests.strategies import assert_equal_to
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import minipar
-from minipar.checkpoint.initial_weights import whole_model
-from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.config.choices import AVERAGINGS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.data_parallel.compressed_reductions import parts_by_rank
 from minipar.expert import gradient_comm
 from minipar.extras.compress import CompressedMean, Sign, run_state
@@ -19,9 +16,12 @@ from minipar.extras.compress.choices import Method
 from minipar.extras.compress.run_state import COMPRESSED, KIND
 from minipar.mesh import Mesh, placement_of
 from minipar.train import train
+from minipar.train.checkpoint.initial_weights import whole_model
+from minipar.train.checkpoint.restore import Checkpoint, newest_whole
+from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.verification.verify import _lossy_rows, _observe_rank, table, verify
+from minipar.train.verification.verify import _lossy_rows, _observe_rank, table, verify
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16)
 BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=6, warmup=2, verify_steps=0, trace_steps=0)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import load_data
 from minipar.extras.compress import Sketch, SketchedMean
 from minipar.extras.compress import sketched_mean as module
 from minipar.extras.compress.choices import LOAD
 from minipar.extras.compress.sketch import ROWS, num_cells
 from minipar.extras.compress.threshold import above_threshold, choose_by, largest
-from minipar.verification.verify import _lossy_rows, _observe_rank
+from minipar.train.data.text import load_data
+from minipar.train.verification.verify import _lossy_rows, _observe_rank
 from tests.examples import examples
 from tests.extras.compress.test_compress import vector
 

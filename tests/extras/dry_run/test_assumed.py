@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minipar.data.text import load_text
 from minipar.extras.dry_run.assumed import ASSUMED
 from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.record import Refused
 from minipar.extras.dry_run.run import dry_run
 from minipar.mesh import Mesh
 from minipar.train import step as step_module
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from tests.extras.dry_run.configs import MIXTURE, RUN, TINY
 

@@ -6,10 +6,10 @@ from math import log2
 import pytest
 import torch
 
+from minipar.comm.transport.messages import ChannelId, Message
 from minipar.extras.dry_run import run_ranks
 from minipar.extras.dry_run.links import seconds_on_links
 from minipar.extras.dry_run.record import Completed, Post, Program
-from minipar.transport.messages import ChannelId, Message
 
 ALPHA, BETA = 5e-6, 1 / 25e9
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from minipar.comm.transport.messages import ChannelId, Message
 from minipar.extras.dry_run.record import Finished, Make, Post, Program, Recorded, Start, difference
-from minipar.transport.messages import ChannelId, Message
 
 WORLD = ChannelId("world", (0, 1))
 SEND = Message("send", 1, WORLD, "p2p", 0, 16, "float32")

@@ -7,12 +7,12 @@ import pytest
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.data.text import load_text
 from minipar.extras.dry_run.report import report, verdict
 from minipar.extras.dry_run.run import dry_run
 from minipar.mesh import Mesh
 from minipar.support.live_bytes import LiveBytes
 from minipar.train import step as step_module
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from tests.extras.dry_run.configs import DEEP, MIXTURE, RUN, TINY

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.checkpoint.restore import Checkpoint
-from minipar.checkpoint.saver import Saver
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
-from minipar.data.text import load_text
 from minipar.extras.experts import moved_experts
 from minipar.extras.experts.expert_balance import balanced, num_moved, rank_loads
 from minipar.mesh import Mesh, Placement, gather, placement_of
 from minipar.model.moe import moe_layers
+from minipar.train.checkpoint.restore import Checkpoint
+from minipar.train.checkpoint.saver import Saver
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.state import parts_of
 from minipar.train.step import train_step
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 
 MODEL = replace(VERIFY_DEFAULTS.model, num_experts=8, top_k=2, capacity_factor=None, balance_coef=0.0)
 RUN: TrainConfig = VERIFY_DEFAULTS.choosing(

@@ -11,7 +11,7 @@ from minipar.comm import autograd
 from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.extras.experts.sliced_rows import SlicedRows
 from minipar.model.permute import LocalDispatch
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.cost.runs import MIXTURE, RUN, sent
 
 MODEL = replace(MIXTURE, shared_dim=0)

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import httpx
 
-from minipar.data.tokenizer import Bytes
 from minipar.extras.http.app import Served, make_app
 from minipar.extras.http.live import Progress
 from minipar.extras.http.server import bound_socket, make_server
 from minipar.inference.events import Event, Kind
+from minipar.train.data.tokenizer import Bytes
 
 
 def app_of(desk, codec=None, longest_text=64):

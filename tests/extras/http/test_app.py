@@ -8,11 +8,11 @@ import threading
 import httpx
 import pytest
 
-from minipar.data.tokenizer import Bytes
 from minipar.extras.http import app as app_module
 from minipar.extras.http.app import Served
 from minipar.extras.http.live import Desk
 from minipar.inference import Request
+from minipar.train.data.tokenizer import Bytes
 from tests.extras.http.clients import app_of, client_of, post, serving_app, told, wait_until, write
 
 TEXT = json.dumps(dict(prompt="x", max_tokens=60, stream=True, stream_options={"include_usage": True}))

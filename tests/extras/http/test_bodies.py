@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.data.tokenizer import Bytes, Ids
 from minipar.extras.http.bodies import FIELDS, NEUTRAL, BadRequest, read_body
 from minipar.inference import Request
+from minipar.train.data.tokenizer import Bytes, Ids
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 TEMPLATE = "system: Be brief.\nuser: Hi\nassistant: "

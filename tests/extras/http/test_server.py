@@ -16,7 +16,6 @@ import minipar
 from minipar.cli import main
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.tokenizer import Bytes
 from minipar.extras.http import server
 from minipar.extras.http.app import Served, make_app
 from minipar.extras.http.bodies import read_body
@@ -28,6 +27,7 @@ from minipar.inference.serve import MeshSizes, serve_file
 from minipar.model import Transformer
 from minipar.support.errors import RankError
 from minipar.train import train
+from minipar.train.data.tokenizer import Bytes
 from tests.extras.http.clients import wait_until
 
 openai = pytest.importorskip("openai")

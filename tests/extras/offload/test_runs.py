@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.checkpoint.restore import Checkpoint
 from minipar.config.check_paths import CHECKPOINTS, check_paths
 from minipar.config.choices import MEMORIES
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.train import train
-from minipar.verification.legal_configs import legal_configs
+from minipar.train.checkpoint.restore import Checkpoint
+from minipar.train.verification.legal_configs import legal_configs
 
 RUN = TrainConfig(
     model=ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, tie_embeddings=True),

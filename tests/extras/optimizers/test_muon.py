@@ -21,7 +21,7 @@ from minipar.extras.optimizers.whole_parameters import (
     update_flops,
 )
 from minipar.support.errors import RankError
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.examples import examples
 from tests.strategies import seeds
 

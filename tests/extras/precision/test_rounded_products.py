@@ -9,16 +9,16 @@ import torch
 import minipar
 from minipar.config import VERIFY_DEFAULTS
 from minipar.config.model_config import ModelConfig
-from minipar.data.text import load_text
 from minipar.extras.precision import rounded_products
 from minipar.extras.precision.block_scales import round_fp8, round_mx, round_nvfp4
 from minipar.extras.precision.rounded_products import RoundedProducts, amax_over, install, rounding_of
 from minipar.mesh import Mesh
 from minipar.model import Linear, Transformer, linear
 from minipar.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from minipar.train.data.text import load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 
 MODEL = ModelConfig(dim=128, num_layers=2, num_heads=4, hidden_dim=128, max_seq_len=64, dropout=0.1)
 RUN = VERIFY_DEFAULTS.choosing(model=MODEL, steps=2, batch_size=4)

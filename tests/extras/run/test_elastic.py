@@ -20,7 +20,6 @@ from minipar.config.choices import CHOSEN
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.cost import find_machine, step_time, worst_rank_memory
-from minipar.data.text import load_data
 from minipar.extras.run.elastic import (
     ASSUMED,
     _legal,
@@ -35,12 +34,13 @@ from minipar.runtime.launch import run
 from minipar.schedules import make_schedule
 from minipar.support import errors
 from minipar.train import train
+from minipar.train.data.text import load_data
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.reference import train_in_one_process
 from minipar.train.state import ALIKE
 from tests.examples import examples
 from tests.programs import Program
-from tests.verification.drawn_configs import Files, drawn_config
+from tests.train.verification.drawn_configs import Files, drawn_config
 
 ROOT = Path(__file__).parents[3]
 STEPS = 10

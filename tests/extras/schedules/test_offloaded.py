@@ -18,7 +18,7 @@ from minipar.pipeline.emulate import emulate
 from minipar.schedules import Costs, lower, make_schedule, simulate
 from minipar.schedules.validate import validate
 from minipar.train import recompute
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.data_parallel.memory import Peak
 from tests.pipeline.programs import assert_same, make_batch, one_process, small_config, together, train_step
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.extras.schedules.slicing import slice_sizes
-from minipar.verification.legal_configs import legal_configs
-from minipar.verification.verify import table, verify
+from minipar.train.verification.legal_configs import legal_configs
+from minipar.train.verification.verify import table, verify
 from tests.examples import examples
 from tests.strategies import mesh_sizes
 

@@ -8,7 +8,7 @@ import minipar
 from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.extras.tensor_grids.grid_costs import grid_step_elems
 from minipar.model import Transformer
-from minipar.verification.verify import table, verify
+from minipar.train.verification.verify import table, verify
 from tests.cost.runs import RUN, SMALL, sent
 
 CUBE = dict(dp=2, tp=8, tp_layout="3d")

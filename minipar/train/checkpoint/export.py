@@ -1,0 +1,114 @@
+"""A trained model as one safetensors file, under minipar's names or as Hugging Face's Llama; `from_huggingface` reads it.
+
+The model has Llama's architecture, parameter for parameter, so converting the weights only renames them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minipar.config.model_config import ModelConfig
+from minipar.mesh import Placement
+from minipar.model.huggingface import huggingface_name
+from minipar.support.atomic_files import prepare_folder, whole_file, write_whole
+from minipar.train.checkpoint.restore import Checkpoint
+from minipar.train.checkpoint.tensor_file import Streamed, write_streamed
+from minipar.train.data.tokenizer import tokenizer_json
+
+# A run has none of these. Where a file leaves them out, transformers takes tokens 1 and 2, and ends a text at 2.
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TOKENIZER_CONFIG: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def full_parameters(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return every parameter of a checkpoint, unsharded, under its canonical name."""
+    names = sorted(checkpoint.names("parameter"))
+    return {
+        name: checkpoint.read("parameter", Placement.whole(name, checkpoint.global_shape("parameter", name)))
+        for name in names
+    }
+
+
+def export_model(checkpoint: Checkpoint, path: Path) -> None:
+    """Write the model as one safetensors file, under canonical names and with its configuration in the metadata.
+
+    Only one of its tensors is in memory at a time. Raises ValueError if `path` is a folder.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"out={path} is a folder; give a file, such as {Path(path) / 'model.safetensors'}")
+    _write_tensors(
+        checkpoint, path, lambda name: name, {"minipar": json.dumps(checkpoint.extra.get("model", {}))}
+    )
+
+
+def export_llama(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write config.json and model.safetensors as `LlamaForCausalLM.from_pretrained(folder)` reads them.
+
+    Also writes generation_config.json and, unless the run was trained on bare token ids, the files of its tokenizer, which
+    then encodes text as the run did: without special tokens.
+    Only one of its tensors is in memory at a time. Raises ValueError for a model that Llama cannot express, and if the
+    run's folder has another tokenizer than that of its checkpoint.
+    """
+    config = llama_config(ModelConfig(**checkpoint.extra["model"]))
+    tokenizer = tokenizer_json(checkpoint.path.absolute().parents[1], checkpoint.extra)
+    prepare_folder(folder)
+    _write_tensors(checkpoint, folder / "model.safetensors", huggingface_name, {"format": "pt"})
+    files: dict[str, dict[str, Any]] = {"config.json": config, "generation_config.json": NO_SPECIAL_TOKENS}
+    if tokenizer is not None:
+        files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": TOKENIZER_CONFIG}
+    for name, content in files.items():
+        write_whole(folder / name, json.dumps(content, indent=2))
+
+
+def _write_tensors(
+    checkpoint: Checkpoint, path: Path, rename: Callable[[str], str], metadata: dict[str, str]
+) -> None:
+    tensors = []
+    for name in sorted(checkpoint.names("parameter")):
+        shape = checkpoint.global_shape("parameter", name)
+        read = partial(checkpoint.read, "parameter", Placement.whole(name, shape))
+        tensors.append(Streamed(rename(name), checkpoint.dtype("parameter", name), shape, read))
+    with whole_file(path) as file:
+        write_streamed(file, tensors, metadata)
+
+
+def llama_config(config: ModelConfig) -> dict[str, Any]:
+    if config.num_experts:
+        raise ValueError(
+            f"num_experts={config.num_experts}: a Llama has no experts; export under minipar's names"
+        )
+    if config.parallel_block:
+        raise ValueError(
+            "parallel_block=True: a Llama's MLP has a norm of its own; export under minipar's names"
+        )
+    if config.kv_latent_dim:
+        raise ValueError(
+            f"kv_latent_dim={config.kv_latent_dim}: a Llama has no latent attention; export under minipar's names"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.hidden_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **NO_SPECIAL_TOKENS,
+    }

@@ -1,0 +1,456 @@
+"""The reference of a mesh with lossy `--compress`: one process repeats each step from the mesh's own weights.
+
+A compressor rounds values that depend on the order of additions, so two runs drift apart. So each step is compared
+separately:
+
+    gradients   one process computes gradients at the mesh's weights. The tensors that the mesh's ranks gave to the
+                compressor, or kept, must sum to these. If replicas have different weights, each has its own gradients
+    averages    one process computes the means that the compressor must return, from all residuals and all ranks' tensors
+    weights     one process updates every rank's weights by its gradients and these averages
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import Comm
+from minipar.config.train_config import TrainConfig
+from minipar.data_parallel.compressors import Compressor, can_scatter
+from minipar.mesh import Mesh, Placement, gather, placement_of, set_placement
+from minipar.model import update_balance_bias
+from minipar.train.averaging import Average, Compress, GradientAveraging
+from minipar.train.checkpoint.initial_weights import whole_model
+from minipar.train.data.text import Batch, Text, batch_of
+from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
+from minipar.train.parallelize import RankState
+from minipar.train.verification.rounded_reference import TOLERANCE, allowed, gradients_at, is_rounded
+
+Tensors = dict[str, Tensor]
+Held = list[tuple[Placement, Tensor]]  # a rank's parts of tensors
+Message = list[Average]  # one averaging call, as recorded by each rank of a Comm, in rank order
+
+
+class Compared(NamedTuple):
+    """A part of a tensor on a rank of the mesh, and the same part in one process."""
+
+    rank: int
+    placement: Placement
+    got: Tensor
+    want: Tensor
+
+
+class LossyStep(NamedTuple):
+    """A step of one process, and the parts to compare. `limits` has the allowed differences of gradients and loss."""
+
+    loss: float
+    norm: float
+    gradients: list[Compared]
+    averages: list[Compared]
+    weights: list[Compared]
+    limits: dict[str, float]
+
+
+def is_lossy(config: TrainConfig) -> bool:
+    """Return whether compression makes some step's results differ from those of one process."""
+    return bool(config.choice("compress").exact_steps(config) < config.steps)
+
+
+def whole(held_by_rank: list[Held]) -> Tensors:
+    """Return the unsharded tensors by name. If several ranks hold the same part, the first rank's copy is used."""
+    parts: dict[str, Held] = {}
+    for placement, local in chain.from_iterable(held_by_rank):
+        if placement.tied_to is None:
+            parts.setdefault(placement.name, []).append((placement, local))
+    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
+
+
+# On the mesh ----------------------------------------------------------------------------------------------------------
+
+
+class _Recorded:
+    """A compressor that records every message in a list."""
+
+    def __init__(self, compressor: Compressor, comm: Comm, is_compressed: bool, messages: list[Average]):
+        self.compressor, self.comm, self.is_compressed, self.messages = (
+            compressor,
+            comm,
+            is_compressed,
+            messages,
+        )
+        self.sends_nothing = getattr(compressor, "sends_nothing", False)
+        self.scatters = can_scatter(compressor)
+
+    def means(self, tensors: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
+        given = [x.clone() for x in tensors.values()]
+        means = self.compressor.means(tensors)
+        if not self.sends_nothing:
+            places, got = [placement_of(p) for p in tensors], [means[p].clone() for p in tensors]
+            self.messages.append(
+                Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, got)
+            )
+        return means
+
+    def scattered_means(self, parts: Sequence[Mapping[Tensor, Tensor]]) -> Mapping[Tensor, Tensor]:
+        params = list(dict.fromkeys(chain.from_iterable(parts)))
+        pieces = {p: [part[p].clone() for part in parts if p in part] for p in params}
+        ends, cuts = dict.fromkeys(params, 0), []
+        for part in parts:
+            begins = dict(ends)
+            ends = {p: begin + len(part.get(p, ())) for p, begin in begins.items()}
+            cuts.append([(begins[p], ends[p]) for p in params])
+        given, places = (
+            [torch.cat(pieces[p]).view(p.shape) for p in params],
+            [placement_of(p) for p in params],
+        )
+        assert can_scatter(self.compressor)
+        means = self.compressor.scattered_means(parts)
+        self.messages.append(
+            Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, [], cuts)
+        )
+        return means
+
+
+def record_messages(config: TrainConfig, state: RankState) -> list[Average]:
+    """Return a list to which every later message of this rank's compressors is appended."""
+    averaging: GradientAveraging = config.choice("compress").load()
+    messages: list[Average] = []
+
+    def recorded(make: Compress, is_compressed: bool, comm: Comm) -> _Recorded:
+        return _Recorded(cast(Compressor, make(comm)), comm, is_compressed, messages)
+
+    all_compressors = [(own, True) for own in state.compressors] + averaging.averages_by(state.optimizer)
+    for compressors, is_compressed in all_compressors:
+        if compressors.make is not None:
+            compressors.make = partial(recorded, compressors.make, is_compressed)
+    return messages
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """The models, residuals and optimizers in one process: one optimizer, or one per rank if each rank has its own.
+
+    before    the weights of every rank before the first step
+    messages  the messages of every step and rank
+    """
+
+    def __init__(
+        self, config: TrainConfig, text: Text, before: list[Held], messages: list[list[list[Average]]]
+    ):
+        self.config, self.text, self.choice = config, text, config.choice("compress")
+        self.model = whole_model(config)
+        self.exact = (
+            whole_model(config, config.torch_master_dtype, products=False) if is_rounded(config) else None
+        )
+        averaging: GradientAveraging = self.choice.load()
+        self.means = averaging.one_process(config)
+        family: OptimizerFamily = config.choice("optimizer").load()
+        self.masters = {name: nn.Parameter(w.clone()) for name, w in whole(before).items()}
+        groups = family.groups(self.masters.items(), config.weight_decay)
+        options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
+        self.optimizer = family.optimizer_class()(groups, **options)
+        self.ranks = []
+        if not self.choice.averages_gradients:
+            own = [[step[rank] for step in messages] for rank in range(config.world_size)]
+            self.ranks = [
+                _Rank(config, rank, held, sent) for rank, (held, sent) in enumerate(zip(before, own))
+            ]
+
+    def step(
+        self,
+        step: int,
+        before: list[Held],
+        after: list[Held],
+        gradients: list[Held],
+        messages: list[list[Average]],
+    ) -> LossyStep:
+        """Repeat a step, given every rank's weights before and after it, gradients, and messages in order."""
+        config = self.config
+        lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+        batch = batch_of(config, self.text, step)
+        norm = _norm(gradients)
+        divisor = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
+        sent = _by_message(messages)
+        means = [self.means(message) for message in sent]
+        keeps_own = self.choice.keeps_own_gradients(config, step)
+        if keeps_own and self.choice.steps_locally:
+            loss, wanted, limits = self._of_replicas(batch, step, before)
+            found = [(rank, place, x) for rank, held in enumerate(gradients) for place, x in held]
+        else:
+            loss, of_batch, limits = self._of_whole_batch(batch, step, whole(before))
+            wanted = [of_batch] * config.world_size
+            if keeps_own:
+                found = _means_of_parts(gradients)
+            else:
+                sums = [[_total(xs) for xs in zip(*(one.given for one in message))] for message in sent]
+                found = self._complete(sent, sums, gradients)
+        compared = [
+            Compared(rank, place, x, place.slice_of(wanted[rank][place.tied_to or place.name]))
+            for rank, place, x in found
+        ]
+        averages, weights = [], []
+        if not self.ranks:
+            sums = [[x * len(message) for x in own] for message, own in zip(sent, means)]
+            averages = self._averages(sent, sums, gradients)
+            weights = self._updated(before, after, whole(gradients), lr, divisor)
+        for rank, replay in enumerate(self.ranks):
+            own_means = [
+                (message[message[0].ranks.index(rank)], own)
+                for message, own in zip(sent, means)
+                if rank in message[0].ranks
+            ]
+            averages += replay.averages(own_means)
+            weights += replay.step(lr, divisor, before[rank], after[rank], gradients[rank], own_means)
+            averages += replay.given
+        return LossyStep(loss, norm, compared, averages, weights, limits)
+
+    # Gradients
+
+    def _of_whole_batch(
+        self, batch: Batch, step: int, weights: Tensors
+    ) -> tuple[float, Tensors, dict[str, float]]:
+        """Return the loss and gradients of the whole batch, and the allowed differences of both."""
+        loss, found = gradients_at(self.model, weights, batch, step)
+        limits = dict.fromkeys((*found, "loss"), TOLERANCE.get(self.config.dtype, 0.0))
+        if self.exact is not None:
+            copies = {name: p.detach() for name, p in self.model.named_parameters()}
+            exact = gradients_at(self.exact, copies, batch, step)
+            limits = allowed(self.config, (loss, found), exact)
+        if self.config.model.balance_bias:
+            update_balance_bias(self.model)
+            if self.exact is not None:
+                self.exact.load_state_dict(dict(self.model.named_buffers()), strict=False)
+        return loss, found, limits
+
+    def _of_replicas(
+        self, batch: Batch, step: int, before: list[Held]
+    ) -> tuple[float, list[Tensors], dict[str, float]]:
+        """Return the batch's loss, for each rank the gradients of its replica's samples at its weights, and the limits."""
+        config = self.config
+        mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
+        replica = [mesh.coordinates_of(rank).dp for rank in range(config.world_size)]
+        groups = (
+            config.model.num_groups(config.batch_size, config.seq_len) if config.model.num_experts else None
+        )
+        total, found = 0.0, []
+        for dp, ids in enumerate(torch.arange(config.batch_size).chunk(config.dp)):
+            weights = whole([held for held, of in zip(before, replica) if of == dp])
+            positions = None if batch.positions is None else batch.positions[ids]
+            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions)
+            loss, own = gradients_at(self.model, weights, part, step, 1.0, groups, ids)
+            total += loss
+            found.append({name: g * config.dp for name, g in own.items()})
+        if config.model.balance_bias:
+            update_balance_bias(self.model)
+        limits = dict.fromkeys((*found[0], "loss"), TOLERANCE[config.dtype])
+        return total, [found[dp] for dp in replica], limits
+
+    def _complete(
+        self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
+    ) -> list[tuple[int, Placement, Tensor]]:
+        """Return triples (rank, placement, gradient): the sums of messages, and the gradients that are in no message.
+
+        With ZeRO 0 and 3, the gradients of a tied weight's two copies are added after they are averaged.
+        """
+        found = [
+            (rank, place, total)
+            for message, own in zip(sent, sums)
+            for rank in message[0].ranks
+            for place, total in zip(message[0].placements, own)
+        ]
+        known = {(rank, place.name) for rank, place, _ in found}
+        tied = (
+            {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero in (0, 3) else set()
+        )
+        ends: dict[object, dict[bool, Tensor]] = defaultdict(dict)
+        for _, place, total in found:
+            if (name := place.tied_to or place.name) in tied:
+                ends[name, place.start, place.length].setdefault(place.tied_to is None, total)
+        found = [
+            (
+                rank,
+                place,
+                _total(list(ends[place.tied_to or place.name, place.start, place.length].values()))
+                if (place.tied_to or place.name) in tied
+                else total,
+            )
+            for rank, place, total in found
+        ]
+        return found + [
+            (rank, place, x)
+            for rank, held in enumerate(gradients)
+            for place, x in held
+            if (rank, place.name) not in known
+        ]
+
+    # Averages and weights, for methods that average gradients
+
+    def _averages(
+        self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
+    ) -> list[Compared]:
+        """Compare every rank's gradients with the averages that the compressor must return."""
+        if not sent:
+            return []
+        by_rank: list[Held] = [[] for _ in gradients]
+        wide = self.config.torch_master_dtype
+        for rank, place, total in self._complete(sent, sums, gradients):
+            by_rank[rank].append((place, total.to(wide)))
+        wanted = whole(by_rank)
+        return [
+            Compared(rank, place, x, place.slice_of(wanted[place.tied_to or place.name]))
+            for rank, held in enumerate(gradients)
+            for place, x in held
+        ]
+
+    def _updated(
+        self, before: list[Held], after: list[Held], gradients: Tensors, lr: float, divisor: float
+    ) -> list[Compared]:
+        """Compare every rank's weights with those of one process after one update."""
+        weights = whole(before)
+        for name, master in self.masters.items():
+            master.data.copy_(weights[name])
+            master.grad = gradients[name] / divisor if name in gradients else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        updated = {name: master.detach().clone() for name, master in self.masters.items()}
+        return [
+            Compared(rank, place, x, place.slice_of(updated[place.tied_to or place.name]))
+            for rank, held in enumerate(after)
+            for place, x in held
+        ]
+
+
+class _Replayed:
+    """A compressor in one process, which returns means that were computed before, and records the tensors it is given."""
+
+    def __init__(self, comm: _Ranks, rank: _Rank):
+        self.comm, self.rank = comm, rank
+
+    def means(self, tensors: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        names = [placement_of(p).name for p in tensors]
+        number = next(
+            i
+            for i, (message, _) in enumerate(self.rank.left)
+            if [place.name for place in message.placements] == names
+        )
+        message, means = self.rank.left.pop(number)
+        self.rank.given += [
+            Compared(self.rank.rank, place, got, want.clone())
+            for place, got, want in zip(message.placements, message.given, tensors.values())
+        ]
+        return dict(zip(tensors, (x.clone() for x in means)))
+
+
+class _Ranks:
+    """The part of a Comm that an optimizer needs if it sends nothing."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int):
+        self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(rank)
+
+
+class _Rank:
+    """The optimizer of one rank, emulated in the reference process, for a method that averages momenta or weights."""
+
+    def __init__(self, config: TrainConfig, rank: int, before: Held, messages: list[list[Average]]):
+        self.rank = rank
+        self.left: list[tuple[Average, list[Tensor]]] = []
+        self.given: list[Compared] = []
+        self.params: dict[str, nn.Parameter] = {}
+        for place, x in before:
+            self.params[place.name] = nn.Parameter(x.clone())
+            set_placement(self.params[place.name], place)
+        comms: dict[str, Any] = {}
+        of_name: dict[str, Any] = {}
+        for message in chain.from_iterable(messages):
+            comm = comms.setdefault(message.comm, _Ranks(message.ranks, rank))
+            of_name |= dict.fromkeys((place.name for place in message.placements), comm)
+        alone = _Ranks((rank,), rank)
+        averaging: GradientAveraging = config.choice("compress").load()
+        family: OptimizerFamily = config.choice("optimizer").load()
+        optimizer = averaging.make_optimizer(
+            config,
+            family.groups(self.params.items(), config.weight_decay),
+            family.optimizer_class(),
+            lambda p: of_name.get(placement_of(p).name, alone),
+            lr=config.lr,
+            betas=BETAS,
+        )
+        assert optimizer is not None
+        self.optimizer = optimizer
+        for compressors, _ in averaging.averages_by(optimizer):
+            compressors.make = lambda comm: _Replayed(cast(Any, comm), self)
+
+    def averages(self, means: list[tuple[Average, list[Tensor]]]) -> list[Compared]:
+        """Compare the means that this rank's compressors returned with those that they must return."""
+        return [
+            Compared(self.rank, place, got, want)
+            for message, own in means
+            for place, got, want in zip(message.placements, message.got, own)
+        ]
+
+    def step(
+        self, lr: float, divisor: float, before: Held, after: Held, gradients: Held,
+        means: list[tuple[Average, list[Tensor]]],
+    ) -> list[Compared]:  # fmt: skip
+        """Take a step from the mesh's weights with this rank's gradients; compare the weights after it."""
+        self.left, self.given, found = list(means), [], {place.name: x for place, x in gradients}
+        for place, x in before:
+            param = self.params[place.name]
+            param.data.copy_(x)
+            param.grad = found[place.name] / divisor if place.name in found else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        assert not self.left, "a message that one process does not send"
+        return [Compared(self.rank, place, x, self.params[place.name].detach().clone()) for place, x in after]
+
+
+# Helpers over all ranks -----------------------------------------------------------------------------------------------
+
+
+def _by_message(messages: list[list[Average]]) -> list[Message]:
+    """Group the messages of a step: return, for each averaging call, the messages of all ranks of its Comm."""
+    found: dict[object, Message] = {}
+    for own in messages:
+        seen: Counter[object] = Counter()
+        for one in own:
+            key = one.comm, one.ranks, tuple(place.name for place in one.placements)
+            found.setdefault((*key, seen[key]), []).append(one)
+            seen[key] += 1
+    for message in found.values():
+        assert len(message) == len(message[0].ranks), "a message that some ranks have not sent"
+    return list(found.values())
+
+
+def _total(xs: Any) -> Tensor:
+    return torch.stack(list(xs)).sum(0)
+
+
+def _means_of_parts(gradients: list[Held]) -> list[tuple[int, Placement, Tensor]]:
+    """Return each part's mean over all ranks that hold it."""
+    held: dict[object, list[tuple[int, Placement, Tensor]]] = defaultdict(list)
+    for rank, own in enumerate(gradients):
+        for place, x in own:
+            held[place.tied_to, place.part].append((rank, place, x))
+    return [
+        (parts[0][0], parts[0][1], torch.stack([x for *_, x in parts]).mean(0)) for parts in held.values()
+    ]
+
+
+def _norm(gradients: list[Held]) -> float:
+    """Return the norm of the whole model's gradients. A part on several ranks counts once: as its mean squared norm."""
+    held: dict[object, list[float]] = defaultdict(list)
+    for place, x in chain.from_iterable(gradients):
+        if place.tied_to is None:
+            held[place.part].append(x.double().square().sum().item())
+    return math.sqrt(sum(sum(squares) / len(squares) for squares in held.values()))

@@ -1,0 +1,305 @@
+"""`minipar verify`: compare any mesh with one process, tensor by tensor, and name the first tensor that diverges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from minipar.comm import Comm
+from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
+from minipar.mesh import Mesh, placement_of
+from minipar.runtime.launch import run
+from minipar.train.averaging import Average
+from minipar.train.checkpoint.initial_weights import check_initial_weights, whole_model
+from minipar.train.data.text import Text, load_data
+from minipar.train.parallelize import parallelize
+from minipar.train.reference import relative, train_in_one_process
+from minipar.train.step import train_step
+from minipar.train.verification.lossy_reference import (
+    Compared,
+    Held,
+    LossyStep,
+    Replay,
+    is_lossy,
+    record_messages,
+    whole,
+)
+from minipar.train.verification.provenance import place_in_recipe
+from minipar.train.verification.rounded_reference import TOLERANCE, RoundedStep, is_rounded, replay_steps
+
+UPDATE_TOLERANCE = 1e-5  # for float32 arithmetic on the same inputs
+
+
+Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
+# Pairs: a tensor that has a placement, and the values to compare (None: nothing to compare).
+Values = Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Row(NamedTuple):
+    """One line of the table: the largest difference of `what` from one process, and the tensor and rank where it occurs.
+
+    difference  max|a - b| / max|b|, or max|a - b| if b is zero
+    place       how strategies made that rank's part of the tensor (`place_in_recipe`)
+    """
+
+    what: str
+    tensors: int
+    difference: float
+    worst: str
+    rank: int
+    equal: bool
+    place: str = ""
+
+
+class Verification(NamedTuple):
+    """The result of `verify`: a row for each comparison with one process, and whether all are equal."""
+
+    config: TrainConfig
+    rows: list[Row]
+
+    @property
+    def equal(self) -> bool:
+        return all(row.equal for row in self.rows)
+
+    @property
+    def first_divergence(self) -> Row | None:
+        return next((row for row in self.rows if not row.equal), None)
+
+    @property
+    def difference(self) -> float:
+        return max(row.difference for row in self.rows)
+
+
+class Snapshot(NamedTuple, Generic[T]):
+    """Tensors at one moment: a rank's parts, or one process's tensors by name. `step` is None for weights."""
+
+    what: str
+    step: int | None
+    tensors: T
+
+
+class Observed(NamedTuple, Generic[T]):
+    """One rank's snapshots (initial weights, gradients of each step, last weights), and its losses and gradient norms.
+
+    messages  for each step, the averages that compressors computed
+    """
+
+    snapshots: list[Snapshot[T]]
+    losses: list[float]
+    norms: list[float]
+    messages: list[list[Average]]
+
+
+def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Verification:
+    """Run `config.steps` steps on the configuration's mesh and in one process, and compare every tensor.
+
+    Compares every rank's part of every tensor with the same part of the one-process tensor: the initial weights; in each
+    step the gradients, the loss and the gradient norm; the weights at the end. So the first row that differs shows what
+    went wrong first, and on which rank. For half precision, see `rounded_reference.py`; for lossy compression,
+    `lossy_reference.py`.
+    The mesh runs on GPUs if `backend` is "nccl", or if it is "auto" and NCCL can serve this mesh; the one process runs on
+    the CPU.
+    Raises ValueError for a text that is unreadable, too short or outside the vocabulary, RankError if a rank fails.
+    """
+    config.require_local_ranks()
+    config.choice("compress").require_exact(config)
+    check_initial_weights(config)
+    text, _ = load_data(config)
+    seen = run(
+        _observe_rank, config, text, world_size=config.world_size, backend=backend, timeout_s=config.timeout_s
+    )
+    if is_lossy(config):
+        return Verification(config, _lossy_rows(config, text, seen))
+    if is_rounded(config):
+        return Verification(config, _rounded_rows(config, text, seen))
+    wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1)[0]
+    limit = TOLERANCE[config.dtype]
+    rows = []
+    for i, (what, step, want) in enumerate(wanted):
+        rows.append(_tensor_row(config, what, [rank.snapshots[i].tensors for rank in seen], want, limit))
+        if step is not None:
+            of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+            rows.append(_number_row(f"loss, step {step}", of_losses, losses[step], limit))
+            rows.append(_number_row(f"gradient norm, step {step}", of_norms, norms[step], limit))
+    return Verification(config, rows)
+
+
+def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held]:
+    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    state = parallelize(config, mesh, world.device)
+    seen: list[Snapshot[Held]] = []
+    losses, norms, messages = [], [], []
+    recorded = record_messages(config, state) if is_lossy(config) else []
+
+    def keep(what: str, step: int | None, values: Callable[[], Values]) -> None:
+        held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
+        seen.append(Snapshot(what, step, held))
+
+    def weights() -> Values:
+        return [(x, x.detach()) for x, _ in state.optimizer.tensors_and_states()]
+
+    def gradients() -> Values:
+        wide, scale = config.torch_master_dtype, state.loss_scale
+        return [(x, x.grad if x.grad is None else x.grad.to(wide) / scale) for x in state.optimizer.tensors]
+
+    keep("initial weights", None, weights)
+    for step in range(config.steps):
+        observe = partial(keep, f"gradients, step {step}", step, gradients)
+        metrics = train_step(world, state, config, text, step, observe)
+        if is_rounded(config) or is_lossy(config):
+            keep(f"weights, step {step}", None, weights)
+        messages.append(list(recorded))
+        recorded.clear()
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+    if not (is_rounded(config) or is_lossy(config)):
+        keep("weights at the end", None, weights)
+    return Observed(seen, losses, norms, messages)
+
+
+def _observe_one_process(world: Comm, config: TrainConfig, text: Text) -> Observed[Tensors]:
+    seen: list[Snapshot[Tensors]] = []
+
+    def observe(masters: Mapping[str, torch.Tensor]) -> None:
+        if not seen:
+            weights = {n: p.detach().clone() for n, p in masters.items()}
+            seen.append(Snapshot("initial weights", None, weights))
+        else:
+            step = len(seen) - 1
+            gradients = {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}
+            seen.append(Snapshot(f"gradients, step {step}", step, gradients))
+
+    reference = train_in_one_process(config, text, config.steps, observe=observe)
+    seen.append(Snapshot("weights at the end", None, dict(reference.parameters)))
+    return Observed(seen, reference.losses, reference.grad_norms, [])
+
+
+def _rounded_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
+    """Compare each step of a mesh in half precision with one process that starts from the mesh's own weights."""
+    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
+    wholes = [whole(tensors) for tensors in held]
+    weights, gradients = [wholes[0], *wholes[2::2]], wholes[1::2]
+    wanted = run(_replay_steps, config, text, weights[:-1], gradients, world_size=1)[0]
+    model = whole_model(config)
+    initial = {name: p.detach().to(config.torch_master_dtype) for name, p in model.named_parameters()}
+    rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    for step, want in enumerate(wanted):
+        of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+        rows.append(_number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
+        if math.isfinite(want.norm):
+            what = f"gradients, step {step}"
+            rows.append(_tensor_row(config, what, held[2 * step + 1], want.gradients, want.limits))
+            norms = f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE
+            rows.append(_number_row(*norms))
+        else:  # the step was skipped
+            overflowed = [float(not math.isfinite(norm)) for norm in of_norms]
+            in_one = not all(x.isfinite().all() for x in want.gradients.values())
+            rows.append(_number_row(f"overflow, step {step}", overflowed, float(in_one), 0))
+        rows.append(
+            _tensor_row(config, f"weights, step {step}", held[2 * step + 2], want.weights, UPDATE_TOLERANCE)
+        )
+    return rows
+
+
+def _lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
+    """Compare each step of a run with compression with one process that starts from the run's own weights."""
+    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
+    messages = [[rank.messages[step] for rank in seen] for step in range(config.steps)]
+    steps = run(_replay_lossy_steps, config, text, held[0::2], held[1::2], messages, world_size=1)[0]
+    initial = {n: p.detach().to(config.torch_master_dtype) for n, p in whole_model(config).named_parameters()}
+    rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
+    unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
+    for step, want in enumerate(steps):
+        losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+        rows.append(_number_row(f"loss, step {step}", losses, want.loss, want.limits["loss"]))
+        rows.append(_parts_row(config, f"gradients, step {step}", want.gradients, want.limits))
+        rows.append(_number_row(f"gradient norm, step {step}", norms, want.norm, UPDATE_TOLERANCE))
+        if want.averages:
+            rows.append(_parts_row(config, f"averages, step {step}", want.averages, unit))
+        rows.append(_parts_row(config, f"weights, step {step}", want.weights))
+    return rows
+
+
+def _replay_lossy_steps(
+    world: Comm,
+    config: TrainConfig,
+    text: Text,
+    weights: list[list[Held]],
+    gradients: list[list[Held]],
+    messages: list[list[list[Average]]],
+) -> list[LossyStep]:
+    replay = Replay(config, text, weights[0], messages)
+    return [
+        replay.step(step, weights[step], weights[step + 1], gradients[step], messages[step])
+        for step in range(config.steps)
+    ]
+
+
+def _parts_row(
+    config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
+) -> Row:
+    """Compare parts with the same parts in one process. `limit` is one number, or one number per tensor name."""
+    worst, where, equal = (-1.0, "", 0), None, True
+    for rank, placement, got, want in found:
+        name = placement.tied_to or placement.name
+        apart = (got - want).abs().max().item() if got.numel() else 0.0
+        apart = relative(apart, want.abs().max().item() if want.numel() else 0.0)
+        equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
+        if (apart, name, rank) > worst:
+            worst, where = (apart, name, rank), placement
+    return Row(what, len(found), *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
+
+
+def _replay_steps(world: Comm, *args: Any) -> list[RoundedStep]:
+    return replay_steps(*args)
+
+
+def _tensor_row(
+    config: TrainConfig, what: str, held_by_rank: list[Held], want: Tensors, limit: float | dict[str, float]
+) -> Row:
+    """Compare every rank's parts with those of one process's tensors. `limit` is one number, or one per tensor name."""
+    worst, count, where, equal = (-1.0, "", 0), 0, None, True
+    for rank, held in enumerate(held_by_rank):
+        for placement, got in held:
+            name = placement.tied_to or placement.name
+            whole = want[name]
+            part = placement.slice_of(whole)
+            apart = (got - part).abs().max().item() if got.numel() else 0.0
+            largest = whole.abs().max().item()
+            apart = relative(apart, largest)
+            equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
+            if (apart, name, rank) > worst:
+                worst, where = (apart, name, rank), placement
+            count += 1
+    return Row(what, count, *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
+
+
+def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
+    apart = [relative(abs(got - want), abs(want)) for got in by_rank]
+    rank = max(range(len(apart)), key=apart.__getitem__)
+    return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)
+
+
+def table(result: Verification) -> str:
+    """Format the verification as text: one row per comparison, then the verdict."""
+    head = f"{'':22}{'tensors':>8}  {'difference':>10}  where it is largest"
+    lines = [head]
+    for row in result.rows:
+        mark = "" if row.equal else "   <-- DIVERGES"
+        lines.append(
+            f"{row.what:22}{row.tensors:>8}  {row.difference:>10.1e}  {row.worst}, rank {row.rank}{mark}"
+        )
+    if (first := result.first_divergence) is None:
+        lines.append(f"{result.config.mesh_name}: the numbers of one process")
+    else:
+        lines.append(
+            f"{result.config.mesh_name} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}"
+            + (f" ({first.place})" if first.place else "")
+        )
+    return "\n".join(lines)
