@@ -132,4 +132,4 @@ def test_every_kind_of_read_is_seen(read):
         Handle().run(
             lambda: read(torch.ones(1))
         )  # of minipar, whichever: only its functions' reads are counted
-    assert found == {"transport/stream.py Handle.run": 1}
+    assert found == {"comm/transport/stream.py Handle.run": 1}
