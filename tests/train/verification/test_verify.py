@@ -163,6 +163,13 @@ def test_a_mesh_that_once_fell_gives_the_numbers_of_one_process(config):
     assert result.equal, table(result)
 
 
+@pytest.mark.parametrize("cut", [dict(dp=2, tp=2), dict(dp=4, ep=2, moe=4)], ids=["tp", "ep"])
+def test_zero_3_shards_what_another_axis_has_cut(cut):
+    """In every run: such a parameter gets its value after its hooks, and a hook that is lost loses its gradient."""
+    result = verify(DEFAULTS.choosing(zero=3, steps=1, batch_size=4, **cut))
+    assert result.equal, table(result)
+
+
 @examples(12)
 @given(configs())
 def test_every_mesh_gives_the_numbers_of_one_process(config):
