@@ -8,7 +8,7 @@ from minipar.cost.models import ModelShape
 # For each kind of layout: the fraction of a prediction, with default parameters, that the next run stays within with a
 # probability of 80 %. With n held-out runs that is the ceil(0.8 (n + 1))-th smallest error (split conformal prediction,
 # arXiv:2107.07511, section 1): the fewer runs, the wider. It takes four runs; a kind with fewer gets the largest fraction
-# of dense models. `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
+# of dense models. `python -m benchmarks.planner.fit` computes SPREADS and PROGRAM_SPREADS.
 SPREADS = {"ZeRO-3": 0.16, "tp or pp": 0.08, "data parallel": 0.21, "cp": 0.21, "mixture": 0.44}
 # The same for predictions with parameters fitted to the run's program, for each program with four or more held-out runs,
 # dense or of mixtures.

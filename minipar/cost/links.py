@@ -23,7 +23,7 @@ from minipar.cost.machines import Machine
 # The fraction of a link's speed that large collectives reach (Machine Learning Engineering Open Book, network).
 LINK_FRACTION = 0.8
 
-# Fitted to NCCL's published curves (extras/cost/nccl_curves.py).
+# Fitted to NCCL's published curves (benchmarks/planner/nccl_curves.py).
 FILL = 0.6
 
 # NVLink SHARP: the latency of its two directions (NCCL, src/graph/tuning.cc), and the largest number of GPUs for which NCCL

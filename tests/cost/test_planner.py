@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from benchmarks.planner.published_runs import published_runs
 from minipar.cost.doubt import comparison_doubt
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout, why_illegal
 from minipar.cost.machines import MACHINES
@@ -28,7 +29,6 @@ from minipar.cost.reasons import no_fit, reasons
 from minipar.cost.report import _near_words
 from minipar.cost.stages import forms_of, planned, unplanned
 from minipar.cost.timing import step_time
-from minipar.extras.cost.published_runs import published_runs
 from minipar.schedules.registry import SCHEDULES
 
 TINY = ModelShape("tiny", 8, 1024, 8, 2816, 32000, 4)

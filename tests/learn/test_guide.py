@@ -135,7 +135,7 @@ def test_a_gain_within_the_doubt_says_so():
 
 def test_the_published_runs_are_as_the_page_says():
     """Mixtures are among those held out; slow networks and GPUs of 24 GB are not among any."""
-    from minipar.extras.cost.published_runs import published_runs
+    from benchmarks.planner.published_runs import published_runs
 
     jobs_of_runs = [run.job() for run in published_runs()]
     mixtures = [run for run in published_runs() if run.held_out and run.job().shape.num_experts]

@@ -11,11 +11,6 @@ auto_split.py     pipeline stages with unequal meshes, by dynamic programming
 scaling.py        weak and strong scaling, and the point at which data parallelism is communication bound
 unequal.py        a layout on GPUs of two kinds, with the batch divided by speed
 offloading.py     the time and memory of a step with optimizer states in CPU memory or in a file
-published_runs.py     published training runs, and the cost model's error on each
-nccl_curves.py        published times of collectives by size, and the cost model's error on each curve
-fit.py                fits the cost model's parameters to half of those runs
-planner_page.py       the text of docs/planner.md, which compares the predictions with the runs
-published_choices.py  compares the planner's layouts with the published ones, and writes docs/planner_choices.md
 choices.py        declares the choices of `minipar plan --view`, and the command `minipar links`
 """
 

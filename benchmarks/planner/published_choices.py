@@ -1,6 +1,6 @@
 """Compare the planner's layouts for published jobs with the layouts that their authors chose.
 
-    python -m minipar.extras.cost.published_choices docs/planner_choices.md
+    python -m benchmarks.planner.published_choices docs/planner_choices.md
 
 Each job is planned as `minipar plan` does, for minipar's own implementation. The authors' layout is predicted for the same
 implementation, so that only the layouts differ. A layout that does not fit by our formulas may have fit in the authors'
@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.planner.published_runs import H800, published_runs
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import NEAR, Plan, plan, unusual_words
 from minipar.cost.timing import step_time
-from minipar.extras.cost.published_runs import H800, published_runs
 
 TABLES = ("megatron-table-1", "megatron-readme", "llama-3", "torchtitan")
 
@@ -102,7 +102,7 @@ def page() -> str:
         "written here as DualPipe-V over 8, with as many layers a rank; its all-to-alls ran behind other microbatches' "
         "work, and norms, SwiGLU and MLA's up-projections were recomputed, neither of which our program does. "
         "[planner.md](planner.md) says how far predictions are from measured runs. "
-        "`python -m minipar.extras.cost.published_choices docs/planner_choices.md` writes this page.",
+        "`python -m benchmarks.planner.published_choices docs/planner_choices.md` writes this page.",
         "",
         "| model | GPUs | tokens | samples | theirs | | ours | | difference |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Fit the cost model's free parameters to half of the published runs, and compare it with the other half.
 
-    python -m minipar.extras.cost.fit                     prints the fitted parameters and those in use
-    python -m minipar.extras.cost.fit docs/planner.md     also writes the page of all runs
+    python -m benchmarks.planner.fit                     prints the fitted parameters and those in use
+    python -m benchmarks.planner.fit docs/planner.md     also writes the page of all runs
 
 A program is the training software of a run. Fitted are `arithmetic` and, for programs with many runs, one or two parameters
 of FREE, by least squares of log(predicted time / measured time). A program with fewer than FEW runs in the fitted half
@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.planner.nccl_curves import fitted_fill
+from benchmarks.planner.published_runs import TABLES, Run, published_runs, spread
 from minipar.cost.doubt import MIXTURE, spread_key
 from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL
 from minipar.cost.programs import PROGRAMS
-from minipar.extras.cost.nccl_curves import fitted_fill
-from minipar.extras.cost.published_runs import TABLES, Run, published_runs, spread
 
 TENTHS = tuple(n / 10 for n in range(11))
 FREE: dict[str, dict[str, Sequence[float]]] = {
@@ -154,7 +154,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the fitted parameters and those in use; write the page to each file of `argv`."""
-    from minipar.extras.cost.planner_page import page  # which shows what this module fits
+    from benchmarks.planner.planner_page import page  # which shows what this module fits
 
     arithmetic, overlap = fitted_default()
     mine = Implementation()

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
+from benchmarks.planner.fit import ENOUGH, FEW, runs_of, spearman, unknown_error
+from benchmarks.planner.nccl_curves import LEAST_BYTES, OTHER_NETWORK_S, rows
+from benchmarks.planner.published_runs import TABLES, Run, published_runs, spread
 from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, spread_key
 from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL, axis_links
 from minipar.cost.programs import PROGRAMS
 from minipar.cost.timing import step_time
-from minipar.extras.cost.fit import ENOUGH, FEW, runs_of, spearman, unknown_error
-from minipar.extras.cost.nccl_curves import LEAST_BYTES, OTHER_NETWORK_S, rows
-from minipar.extras.cost.published_runs import TABLES, Run, published_runs, spread
 
 GOAL_KNOWN, GOAL_UNKNOWN = 0.10, 0.20  # the mean error to reach, for a known program and for any other
 OUTLIER = "deepspeed-2021"
@@ -47,8 +47,8 @@ def _introduction(runs: Sequence[Run], held: Sequence[Run]) -> list[str]:
     return [
         "# The planner against published runs",
         "",
-        "`minipar plan` predicts; this page says how wrong it was. `python -m minipar.extras.cost.fit docs/planner.md` "
-        "writes it from [`published_runs.csv`](../minipar/extras/cost/published_runs.csv). "
+        "`minipar plan` predicts; this page says how wrong it was. `python -m benchmarks.planner.fit docs/planner.md` "
+        "writes it from [`published_runs.csv`](../benchmarks/planner/published_runs.csv). "
         "[What it would choose](planner_choices.md) for published jobs is another page.",
         "",
         f"{len(runs)} runs are in the table, {len(held)} of them held out: no number was fitted to them. A run is held out "

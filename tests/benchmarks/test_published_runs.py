@@ -9,15 +9,8 @@ from statistics import fmean
 
 import pytest
 
-from minipar.cost import planner
-from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, comparison_doubt, doubt, kind_of
-from minipar.cost.layout import Implementation, Job, parse_layout
-from minipar.cost.machines import MACHINES
-from minipar.cost.model_table import MODELS
-from minipar.cost.planner import NEAR, Candidate, Plan, plan, simplicity, unusual
-from minipar.cost.programs import PROGRAMS
-from minipar.extras.cost import fit
-from minipar.extras.cost.fit import (
+from benchmarks.planner import fit
+from benchmarks.planner.fit import (
     FEW,
     FITTED,
     FREE,
@@ -31,12 +24,19 @@ from minipar.extras.cost.fit import (
     spearman,
     weighted_median,
 )
-from minipar.extras.cost.planner_page import page
-from minipar.extras.cost.published_choices import jobs, row
-from minipar.extras.cost.published_runs import TABLES, published_runs, spread
+from benchmarks.planner.planner_page import page
+from benchmarks.planner.published_choices import jobs, row
+from benchmarks.planner.published_runs import TABLES, published_runs, spread
+from minipar.cost import planner
+from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, comparison_doubt, doubt, kind_of
+from minipar.cost.layout import Implementation, Job, parse_layout
+from minipar.cost.machines import MACHINES
+from minipar.cost.model_table import MODELS
+from minipar.cost.planner import NEAR, Candidate, Plan, plan, simplicity, unusual
+from minipar.cost.programs import PROGRAMS
 from tests.cost.published import SC21_TABLE1
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RUNS = published_runs()
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.nccl_curves import CURVES, errors, fitted_fill, held_out, measured, rows, with_fill
 from minipar.cost.layout import Implementation, Job, parse_layout
 from minipar.cost.links import FILL, collective_s, links_of, message_s
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.timing import step_parts
-from minipar.extras.cost.nccl_curves import CURVES, errors, fitted_fill, held_out, measured, rows, with_fill
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
