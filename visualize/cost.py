@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from minipar.cost.doubt import doubt
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import worst_rank_memory
-from minipar.cost.plan_command import Curves, ScalingPoint
 from minipar.cost.planner import Plan
 from minipar.cost.timing import step_time
+from minipar.extras.cost.scaling import ScalingPoint
 from minipar.visualize.style import (
     BLUE,
     FAINT,
@@ -135,23 +135,8 @@ def pareto(axes: Axes, plan: Plan) -> None:
     quiet(axes, grid="both")
 
 
-def draw_curves(curves: Curves) -> Path:
-    """Draw the curves that a view of a plan asks for, and write them to its file; return the path."""
-    return write(scaling_figure(curves.lines, curves.mark), curves.path)
-
-
-def draw_scaling(curves: Mapping[str, Sequence[ScalingPoint]], path: str | Path) -> Path:
-    """Write `scaling_figure`; return the path."""
-    return write(scaling_figure(curves), path)
-
-
-def scaling_figure(
-    curves: Mapping[str, Sequence[ScalingPoint]], bound: tuple[int, str] | None = None
-) -> Figure:
-    """Draw efficiency and the share of time in communication against the number of GPUs, a line per curve.
-
-    bound  a number of GPUs to mark, and its label
-    """
+def scaling_figure(curves: Mapping[str, Sequence[ScalingPoint]]) -> Figure:
+    """Draw efficiency and the share of time in communication against the number of GPUs, a line per curve."""
     figure = new_figure(8.8, 3.2)
     left, right = figure.subplots(1, 2)
     for (name, points), colour in zip(curves.items(), (BLUE, VERMILION, GREEN, ORANGE, PURPLE)):
@@ -169,17 +154,5 @@ def scaling_figure(
         axes.set_xlabel("GPUs", fontsize=SMALL)
         axes.set_title(title, loc="left", fontsize=NORMAL)
         quiet(axes, grid="y")
-        if bound is not None:
-            axes.axvline(bound[0], color=INK, linewidth=1, linestyle=(0, (3, 2)))
-    if bound is not None:
-        right.text(
-            bound[0] * 0.85,
-            0.98 * right.get_ylim()[1],
-            bound[1],
-            va="top",
-            ha="right",
-            fontsize=SMALL,
-            color=INK,
-        )
     left.legend(fontsize=SMALL, frameon=False, loc="lower left")
     return figure

@@ -118,16 +118,10 @@ def _plan(
             _calibrate(Path(machine))
     outcome = plan_command(model, gpus, machine, seq, batch, **options)
     print(outcome.text)
-    drawn = []
     if picture is not None:
         from minipar.visualize.cost import draw_plan
 
-        drawn.append(draw_plan(outcome.job, outcome.layouts, picture, outcome.plan))
-    if outcome.curves:
-        from minipar.visualize.cost import draw_curves
-
-        drawn += map(draw_curves, outcome.curves)
-    for file in drawn:
+        file = draw_plan(outcome.job, outcome.layouts, picture, outcome.plan)
         print(f"wrote {file}", file=sys.stderr)
 
 

@@ -75,7 +75,7 @@ class PointToPoint:
 
     @property
     def running(self) -> str:
-        """What the running collective is and of what, as its messages say it; "" outside one."""
+        """The kind of the running collective and what it sends, as its messages say it; "" outside one."""
         return self._channel.signature
 
     @property

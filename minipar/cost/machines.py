@@ -40,9 +40,6 @@ class Machine:
                            not fill the GPU and clocks fall under load; 1 if the rates were measured in a run
     float32_slowdown       peak_flops divided by the rate of 32-bit products; TF32 is 2, plain float32 much more
     context_bytes          memory of the driver, libraries and their workspaces: 0.5 to 2 GiB
-    host_link_bytes_per_s  bandwidth between a GPU and the CPU's memory, in one direction
-    host_bytes_per_s       bandwidth of the CPU's memory, for each GPU of the node
-    disk_bytes_per_s       bandwidth of the node's own disks, for each GPU of the node
     collectives            measured (seconds per message, seconds per byte) along a ring for each of all_reduce,
                            reduce_scatter, all_gather, all_to_all and send; replaces the predictions from links
     """
@@ -64,9 +61,6 @@ class Machine:
     share: float = 0.8
     float32_slowdown: float = 8.0
     context_bytes: float = 2e9
-    host_link_bytes_per_s: float = 64e9
-    host_bytes_per_s: float = 614e9 / 8
-    disk_bytes_per_s: float = 4e9
     collectives: dict[str, tuple[float, float]] | None = None
     pairs: bool = False
     switch_speedup: float = 1.0
@@ -75,7 +69,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in (
             "peak_flops", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node", "link_bytes_per_s", "cards_per_node",
-            "card_bytes_per_s", "float32_slowdown", "host_link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
+            "card_bytes_per_s", "float32_slowdown",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}; use a number above 0")
@@ -120,14 +114,8 @@ def _check_collectives(table: dict[str, tuple[float, float]]) -> None:
 # here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
 # cudnn_speeds: the latter's figure 5, forward, causal mask, 4,096 tokens: cuDNN 363 and 518 TFLOP/s, FlashAttention-2 284
 # and 319.
-# host_link_bytes_per_s: PCI Express with 16 lanes, 16e9 for its third generation, 32e9 for its fourth, 64e9 for its fifth;
-# a Grace has NVLink-C2C, 450 GB/s in each direction, assumed to be shared by the two GPUs of a GB200. host_bytes_per_s: the
-# node's CPUs by their data sheets: DGX A100 16 channels of DDR4-3200, DGX H100 16 of DDR5-4800, DGX B200 16 of DDR5-5600,
-# DGX-2 12 of DDR4-2666, a Grace 512 GB/s. disk_bytes_per_s: assumed is a drive for each GPU that writes 4 GB/s; DGX-2 by
-# arXiv:2104.07857, figure 2. For machines that are not named here these three are assumed to be a DGX H100's.
 _A100_80 = Machine(
     "a100-80gb", 312e12, 271.2 / 312, 80e9, 2.0e12, 8, 300e9, 8, 200 * GIGABIT, attention_fraction=0.615,
-    host_link_bytes_per_s=32e9, host_bytes_per_s=410e9 / 8,
     source="A100 and DGX A100 data sheets: NVLink 3, 8 HDR cards",
 )  # fmt: skip
 _H100 = Machine(
@@ -142,18 +130,15 @@ _ALL = (
     replace(_H100, name="h200", memory_bytes=141e9, hbm_bytes_per_s=4.8e12, source="H200 and DGX H200 data sheets"),
     Machine(
         "b200", 2250e12, 1745 / 2250, 180e9, 8.0e12, 8, 900e9, 8, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
-        host_bytes_per_s=717e9 / 8,
         source="DGX B200 data sheet: NVLink 5, 8 NDR cards",
     ),
     Machine(
         "gb200", 2500e12, 1745 / 2250, 186e9, 8.0e12, 72, 900e9, 72, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
-        host_link_bytes_per_s=450e9 / 2, host_bytes_per_s=512e9 / 2,
         source="GB200 NVL72 data sheet: 72 GPUs on one NVLink 5 switch, a card of 400 Gb/s each; the matrix product's "
         "fraction is a B200's",
     ),
     Machine(
         "v100", 125e12, 0.8, 32e9, 0.9e12, 16, 150e9, 8, 100 * GIGABIT,
-        host_link_bytes_per_s=16e9, host_bytes_per_s=256e9 / 16, disk_bytes_per_s=1.6e9,
         source="DGX-2 data sheet: 16 V100-32GB on NVSwitch, 8 EDR cards; the matrix product's fraction is assumed",
     ),
     Machine(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from minipar.cost.layout import Job, Layout, parse_layout, why_illegal
@@ -19,31 +18,6 @@ from minipar.support.options import make_options
 from minipar.support.registry import Choice, Kind
 
 MARGIN = 1 / 16  # the fraction of a GPU's memory to leave free: 5 GB of 80
-
-
-class ScalingPoint(NamedTuple):
-    """One point of a scaling curve.
-
-    efficiency     work per GPU and second, relative to the first point
-    communication  fraction of the step spent waiting for messages
-    """
-
-    gpus: int
-    seconds: float
-    efficiency: float
-    communication: float
-
-
-class Curves(NamedTuple):
-    """Curves over numbers of GPUs, to draw to a file.
-
-    lines  the points of each curve, by label
-    mark   a number of GPUs to mark, and its label
-    """
-
-    path: Path
-    lines: Mapping[str, Sequence[ScalingPoint]]
-    mark: tuple[int, str] | None = None
 
 
 class Asked(NamedTuple):
@@ -64,11 +38,10 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A view's answer: lines of text, the same numbers as JSON entries, curves to draw, layouts to itemise."""
+    """A view's answer: lines of text, the same numbers as JSON entries, layouts to itemise."""
 
     lines: Sequence[str] = ()
     entries: Mapping[str, Any] = {}
-    curves: Sequence[Curves] = ()
     layouts: Sequence[Layout] = ()
 
 
@@ -88,13 +61,12 @@ VIEWS: Kind[PlanView] = Kind("view", {})
 
 
 class Outcome(NamedTuple):
-    """Text to print and data to draw: layouts to itemise, the plan (None without a search), and a view's curves."""
+    """Text to print and data to draw: layouts to itemise, and the plan (None without a search)."""
 
     text: str
     job: Job
     layouts: list[Layout]
     plan: Plan | None
-    curves: Sequence[Curves] = ()
 
 
 def plan_command(
@@ -135,9 +107,7 @@ def plan_command(
     answer = _answering(view, view_options or {}, asked)
     if view and VIEWS[view].replaces_plan:
         found = answer(asked)
-        return Outcome(
-            _joined(headline(job), {}, found, as_json), job, list(found.layouts), None, found.curves
-        )
+        return Outcome(_joined(headline(job), {}, found, as_json), job, list(found.layouts), None)
     searched = None
     if explain is not None:
         layouts = [_legal(job, parse_layout(explain))]
@@ -154,7 +124,7 @@ def plan_command(
     text = _joined(text, values, found, as_json)
     if run:
         text = "\n".join([text, "", *run_lines(job, layouts[0])])
-    return Outcome(text, job, layouts, searched, found.curves)
+    return Outcome(text, job, layouts, searched)
 
 
 def _legal(job: Job, layout: Layout) -> Layout:

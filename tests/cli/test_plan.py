@@ -26,7 +26,7 @@ def planned(monkeypatch):
 
     def plan_command(*job, view, view_options, **layout):
         seen.append((view, view_options))
-        return SimpleNamespace(text="", job=None, layouts=[], plan=None, curves=())
+        return SimpleNamespace(text="", job=None, layouts=[], plan=None)
 
     views = {"split": Choice(help="by parts", options=SplitOptions), "bare": Choice(help="nothing to set")}
     monkeypatch.setattr(work, "VIEWS", Kind("view", views))

@@ -10,7 +10,6 @@ compression.py    the cost of compressed gradients (bytes, passes over memory, t
 auto_split.py     pipeline stages with unequal meshes, by dynamic programming
 scaling.py        weak and strong scaling, and the point at which data parallelism is communication bound
 unequal.py        a layout on GPUs of two kinds, with the batch divided by speed
-offloading.py     the time and memory of a step with optimizer states in CPU memory or in a file
 choices.py        declares the choices of `minipar plan --view`, and the command `minipar links`
 """
 

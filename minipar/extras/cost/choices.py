@@ -1,15 +1,10 @@
-"""Declares "compression", "auto-split", "scaling", "unequal" and "offload" of `minipar plan --view`, and `minipar links`.
-
-Imports no torch.
-"""
+"""Declares "compression", "auto-split" and "unequal" of `minipar plan --view`, and `minipar links`. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from minipar.config.check_paths import require_picture
 from minipar.cost.plan_command import Asked, PlanView
 from minipar.support.options import option
 from minipar.support.registry import Choice
@@ -44,21 +39,6 @@ class AutoSplitView(PlanView):
 
 
 @dataclass(frozen=True)
-class ScalingOptions:
-    """The options of `minipar plan --view scaling`."""
-
-    picture: Path | None = option(None, "a .png, .svg or .pdf file for the curves; none: only the table")
-
-
-class ScalingView(PlanView):
-    """The `minipar plan` view that shows a layout's weak and strong scaling."""
-
-    def check_request(self, asked: Asked, options: Any) -> None:
-        if options.picture is not None:
-            require_picture("view.picture", options.picture)
-
-
-@dataclass(frozen=True)
 class UnequalOptions:
     """The options of `minipar plan --view unequal`, about the GPUs of the second kind."""
 
@@ -85,10 +65,6 @@ class UnequalView(PlanView):
             raise ValueError(f"view.speed={options.speed:g} is out of range; use a number above 0")
 
 
-class OffloadView(PlanView):
-    """The view "offload": time and memory of the layout with `minipar train --offload cpu` and `disk`."""
-
-
 COMPRESSION = CompressionView(
     "minipar.extras.cost.compression:compression_view",
     "whether compressed gradients would pay on the winner, and what each method costs",
@@ -98,19 +74,10 @@ AUTO_SPLIT = AutoSplitView(
     "minipar.extras.cost.auto_split:auto_split_view",
     "instead of a plan, the layers and GPUs of each pipeline stage and its own layout, as Alpa chooses them",
 )
-SCALING = ScalingView(
-    "minipar.extras.cost.scaling:scaling_view",
-    "the winner's weak and strong scaling, to 16,384 GPUs",
-    ScalingOptions,
-)
 UNEQUAL = UnequalView(
     "minipar.extras.cost.unequal:unequal_view",
     "the best layout on GPUs of two kinds, with the batch divided by their speed",
     UnequalOptions,
-)
-OFFLOAD = OffloadView(
-    "minipar.extras.cost.offloading:offload_view",
-    "the winner's time and memory with optimizer states in CPU memory or in a file",
 )
 LINKS = Choice(
     "minipar.extras.cost.links_command:links_command",

@@ -45,6 +45,6 @@ def test_what_a_view_cannot_answer_is_refused(changes, says):
 
 
 def test_every_view_says_what_it_is_without_its_module():
-    assert {"compression", "auto-split", "scaling"} <= set(VIEWS)
+    assert {"compression", "auto-split", "unequal"} <= set(VIEWS)
     for view in VIEWS.usable().values():
         assert view.help
