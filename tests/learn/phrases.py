@@ -15,7 +15,7 @@ from minipar.learn.facts import Fact, quote, written
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "README.md", "CONTRIBUTING.md", "docs/*.md", "lessons/*.md", "lessons/interview/*.md", "lessons/exercises/*.md",
+    "README.md", "CONTRIBUTING.md", "docs/**/*.md", "lessons/*.md", "lessons/interview/*.md", "lessons/exercises/*.md",
     "website/pages/*.md", "minipar/simple/README.md",
 )  # fmt: skip
 # Data of which no page is kept here; and sources, whose docstrings and comments are read.

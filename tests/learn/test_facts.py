@@ -20,11 +20,11 @@ QUOTING = (
     "guide/workloads.toml", "guide/tuning.toml", "museum/gallery.toml",
 )  # fmt: skip
 MADE = (
-    "docs/claims.md",
-    "docs/strategies.md",
-    "docs/workloads.md",
-    "docs/tuning.md",
-    "docs/routing.md",
+    "docs/generated/claims.md",
+    "docs/generated/strategies.md",
+    "docs/generated/workloads.md",
+    "docs/generated/tuning.md",
+    "docs/generated/routing.md",
     "lessons/interview/",
     DATA[0],
 )
