@@ -92,7 +92,7 @@ INLINE = {
 LEGAL = sorted(
     line
     for line in INLINE
-    if not re.search(r" [A-Z]+\b|--help|last-first", line) and not line.split()[-1].startswith("--")
+    if not re.search(r" [A-Z]+\b|--help", line) and not line.split()[-1].startswith("--")
 )
 
 

@@ -93,7 +93,15 @@ def gather(docs: Path) -> list:
         {"Museum": [{"Gallery": "museum.md"}, {"Blind": "blind.md"}]},
         {"Interview book": [{"Cards": "cards.md"}, *book]},
         {"Names": "names.md"},
-        {"Extend": [{"Design": "design.md"}, "contributing.md", {"Extras": "extras.md"}, "changelog.md"]},
+        {
+            "Extend": [
+                {"Design": "design.md"},
+                "contributing.md",
+                *(f"{path.stem}.md" for path in sorted((ROOT / "docs" / "guide").iterdir())),
+                {"Extras": "extras.md"},
+                "changelog.md",
+            ]
+        },
         {"API": [{"Public names": "api.md"}, *reference]},
     ]
 
