@@ -1,8 +1,8 @@
 """Facts: numbers and formulas that several texts state. Each has one home, an entry of facts.toml, which computes it.
 
 A text that is data quotes a fact by its name: `{fact:NAME}` becomes the number when the page is made, `{fact:NAME:.1f}`
-the same number in another format. Lessons, docstrings and the README write the number; tests/learn/test_facts.py finds it
-there by the fact's phrases, and compares.
+the same number in another format. A cell of a lesson asserts its number. Pages written by hand and docstrings write it;
+tests/learn/test_facts.py finds it there by the fact's phrases, and compares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from inspect import isfunction
 from typing import Any, NamedTuple, TypeVar
 
 from minipar.cost.activations import gpt_layer_bytes
-from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.machines import MACHINES, Machine
-from minipar.cost.memory import model_state_bytes, worst_rank_memory
+from minipar.cost.memory import model_state_bytes
 from minipar.cost.model_table import MODELS
 from minipar.cost.models import ModelShape
 from minipar.cost.traffic import step_traffic
@@ -44,11 +44,6 @@ def states_gb(num_params: float, ranks: int = 1, zero: int = 0) -> float:
 def weights_gb(num_params: float) -> float:
     """Return the GB of weights, or of gradients, in 16 bits."""
     return 2 * num_params / 1e9
-
-
-def memory_gb(job: Job, layout: str) -> float:
-    """Return the GB on the fullest rank."""
-    return sum(worst_rank_memory(job, parse_layout(layout))[1].values()) / 1e9
 
 
 def checkpoint_bytes(num_params: float) -> float:
@@ -145,12 +140,6 @@ def best_interval(save: float, between: float) -> float:
     return float((2 * save * between) ** 0.5)
 
 
-def published_runs() -> int:
-    """Return with how many published runs the planner is compared."""
-    table = (files("minipar.extras.cost") / "published_runs.csv").read_text(encoding="utf-8")
-    return len(table.splitlines()) - 1
-
-
 _OWN = {name: f for name, f in list(vars().items()) if isfunction(f) and f.__module__ == __name__}
 # What an expression in facts.toml may name.
 NAMES: dict[str, Any] = (
@@ -165,8 +154,8 @@ class Fact(NamedTuple):
 
     says     what it is, in a sentence
     value    an expression of the functions above and of the names in expressions.py
-    phrases  how texts write it: {} stands for the number, # for any other number
     form     how the number is written: a format, as `written` takes it, or several; the first is that of `{fact:NAME}`
+    phrases  how a text that cannot quote it writes it: {} stands for the number, # for any other number
     letters  only for a formula: the letters in `value`, and the name that texts use for each
     at       only for a formula: values of the letters, at which a formula in a text must give the same result as `value`
     """
@@ -174,8 +163,8 @@ class Fact(NamedTuple):
     name: str
     says: str
     value: str
-    phrases: tuple[str, ...]
     form: str | list[str] = ".3g"
+    phrases: tuple[str, ...] = ()
     letters: Mapping[str, str] = {}
     at: tuple[Mapping[str, float], ...] = ()
 
