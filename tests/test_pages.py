@@ -306,22 +306,9 @@ def test_the_changelog_keeps_its_form():
     assert PROJECT["version"] in text
 
 
-SITE = (
-    "use",
-    "machines",
-    "learn",
-    "design",
-    "extras",
-    "names",
-    "api",
-    "strategies",
-    "workloads",
-    "tuning",
-    "checklist",
-)
-
-
-@pytest.mark.parametrize("page", SITE)
-def test_the_site_has_the_page_in_its_navigation(page):
+def test_the_site_has_every_page_in_its_navigation():
     navigation = (ROOT / "website" / "gather.py").read_text().split("return [", 1)[1]
-    assert f'"{page}.md"' in navigation
+    pages = {Path(name).name for name in TEXTS if name.startswith("docs/") and "/guide/" not in name}
+    assert {page for page in pages if f'"{page}"' not in navigation} <= {
+        "gpu.md"
+    }  # written where there are GPUs

@@ -64,6 +64,7 @@ def gather(docs: Path) -> list:
                 {"Machines": "machines.md"},
                 {"Before a large run": "checklist.md"},
                 {"The planner's errors": "planner.md"},
+                {"What it would choose": "planner_choices.md"},
             ]
         },
         {
