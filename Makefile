@@ -78,7 +78,7 @@ soak: $(VENV)/installed ## for an hour, or SOAK_MINUTES: drawn runs equal one pr
 mutate: $(VENV)/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
 	$(BIN)/python -m tests.mutation "$(ROOM)" --sample "$(or $(SAMPLE),60)" --seed "$(or $(SEED),0)"
 
-test-gpu: $(VENV)/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
+test-gpu: $(VENV)/installed ## the tests on GPUs, by NCCL; then a table, and docs/generated/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu
 
 bench-gpu: $(VENV)/installed ## the benchmarks on GPUs, against NCCL and torch's kernels. Without a GPU, one line

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md works: its blocks are applied to a copy of the checkout, where the commands of each section are run."""
+"""The pages docs/guide/add-*.md work: their blocks are applied to a copy of the checkout, where their commands are run."""
 
 import os
 import re
@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "guide").iterdir())}
 COPIED = (
     "minipar", "visualize", "tests", "lessons", "docs", "website", "pyproject.toml", "README.md", "Makefile",
 )  # fmt: skip
 WHERE = r"(New file|At the end of|In) (`+)(.+?)\2(?:, after the line (`+)(.+?)\4)?:\n\n"
 BLOCK = re.compile(rf"^{WHERE}(`{{3,4}})\w*\n(.*?)^\6$", re.M | re.S)
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.M | re.S)
-# Other headings are those of the lesson inside its block.
-SECTIONS = dict(re.findall(r"^## (An? .+?)\n(.*?)(?=^## An? |\Z)", PAGE, re.M | re.S))
 RUNS = {
     "minipar": (sys.executable, "-m", "minipar"),
     "pytest": (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
@@ -65,15 +63,17 @@ def install(project: Path, module: Path, packages: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the checkout with everything that the page adds, installed."""
+    """A copy of the checkout with everything that the pages add, installed."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(
+                source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*")
+            )
         else:
             shutil.copy(source, folder)
-    counts = {title: apply(text, folder) for title, text in SECTIONS.items()}
+    counts = {name: apply(text, folder) for name, text in PAGES.items()}
     assert all(counts.values()), counts
     packages = folder / "installed"
     install(folder / "pyproject.toml", folder / "minipar", packages)
@@ -89,7 +89,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(line: str, folder: Path) -> str:
-    """Run a command of the page in the copy; return what it prints."""
+    """Run a command of a page in the copy; return what it prints."""
     name, *words = shlex.split(line)
     done = subprocess.run(
         [*RUNS[name], *words], cwd=folder, env=environment(folder), text=True,
@@ -99,18 +99,22 @@ def run(line: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_every_block_has_a_place_or_is_a_command():
-    assert list(SECTIONS) == [
-        "A collective", "A schedule", "An extra", "An exercise", "An exhibit", "A lesson",
-    ]  # fmt: skip
-    fences = len(re.findall(r"^`{3,4}\w*$", PAGE, re.M))
-    assert fences == 2 * (len(BLOCK.findall(PAGE)) + len(COMMANDS.findall(PAGE)))
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_has_a_place_or_is_a_command(name):
+    fences = len(re.findall(r"^`{3,4}\w*$", PAGES[name], re.M))
+    assert fences == 2 * (len(BLOCK.findall(PAGES[name])) + 1)
+
+
+def test_contributing_is_a_page_and_leads_to_all_guides():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(page.split()) <= 600
+    assert {name for name in PAGES if f"(docs/guide/{name}.md)" not in page} == set()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("title", SECTIONS)
-def test_the_commands_of_a_section_run(title, checkout):
-    (commands,) = COMMANDS.findall(SECTIONS[title])
+@pytest.mark.parametrize("name", PAGES)
+def test_the_commands_of_a_guide_run(name, checkout):
+    (commands,) = COMMANDS.findall(PAGES[name])
     for line in commands.splitlines():
         run(line, checkout)
 
@@ -124,8 +128,9 @@ def test_what_is_added_keeps_the_rules_of_the_house(checkout):
     )
     run("pytest tests/test_extras_page.py -k 'table or folder'", checkout)
     run("pytest tests/cost/test_plan_command.py tests/cost/test_planner.py -k planned", checkout)
-    added = re.findall(r"^New file `((?:minipar|tests)/.+?\.py)`", PAGE, re.M)
-    changed = re.findall(r"^(?:At the end of|In) `(.+?\.py)`", PAGE, re.M)
+    text = "\n".join(PAGES.values())
+    added = re.findall(r"^New file `((?:minipar|tests)/.+?\.py)`", text, re.M)
+    changed = re.findall(r"^(?:At the end of|In) `(.+?\.py)`", text, re.M)
     ruff = (sys.executable, "-m", "ruff")
     for words in (["check"], ["format", "--check"]):
         done = subprocess.run(

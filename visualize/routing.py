@@ -1,8 +1,8 @@
 """The loss, the dropped choices and the bytes of small mixtures of experts, for each value of four routing options.
 
-    python -m minipar.visualize.routing [--runs minipar/learn/guide/routing.toml] [--out docs/routing.png]
+    python -m minipar.visualize.routing [--runs minipar/learn/guide/routing.toml] [--out docs/generated/routing.png]
 
-`minipar.learn.guide.routing` measures the runs, and docs/routing.md shows them.
+`minipar.learn.guide.routing` measures the runs, and docs/generated/routing.md shows them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Each strategy alone on eight ranks: what one rank holds, and what it sends in a step.
 
-    python -m minipar.visualize.strategies [--model llama-7b] [--out docs/strategies.png]
+    python -m minipar.visualize.strategies [--model llama-7b] [--out docs/generated/strategies.png]
 
-The bytes are those of `minipar plan`; docs/strategies.md has the same as a table.
+The bytes are those of `minipar plan`; docs/generated/strategies.md has the same as a table.
 """
 
 from __future__ import annotations

@@ -19,32 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 FIRST = {"schedule": "1f1b", "p": 4, "m": 8}
 FIRST_MESH = {"pp": 2, "dp": 2, "tp": 4, "ranks_per_node": 8, "rank": 5}
-# folder of the checkout -> its place on the site
+# file of the checkout -> its place on the site
 PLACES = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "minipar/simple/README.md": "floor.md",
-    **{
-        f"docs/{name}.md": f"{name}.md"
-        for name in (
-            "use",
-            "machines",
-            "planner",
-            "planner_choices",
-            "learn",
-            "claims",
-            "strategies",
-            "workloads",
-            "tuning",
-            "routing",
-            "checklist",
-            "design",
-            "names",
-            "extras",
-            "api",
-        )
-    },
+    **{file.relative_to(ROOT).as_posix(): file.name for file in (ROOT / "docs").rglob("*.md")},
 }
 PAGES = (".md", ".ipynb")
 # On pages opened from a folder, a browser runs neither modules nor workers. This script is not a module, so it runs.
@@ -68,9 +49,9 @@ def gather(docs: Path) -> list:
     _copy(docs, ROOT / "lessons" / "problems.md", "lessons/problems.md")
     _copy(docs, ROOT / "lessons" / "README.md", "lessons/README.md")
     _write(docs / "exercises.md", exercises())
-    for file in (ROOT / "docs").iterdir():
+    for file in (ROOT / "docs").rglob("*.*"):
         if file.suffix != ".md":
-            _copy(docs, file, f"docs/{file.name}")
+            _copy(docs, file, file.relative_to(ROOT).as_posix())
     for source, target in PLACES.items():
         _copy(docs, ROOT / source, target)
     reference = _reference(docs)
@@ -83,6 +64,7 @@ def gather(docs: Path) -> list:
                 {"Machines": "machines.md"},
                 {"Before a large run": "checklist.md"},
                 {"The planner's errors": "planner.md"},
+                {"What it would choose": "planner_choices.md"},
             ]
         },
         {
@@ -112,7 +94,15 @@ def gather(docs: Path) -> list:
         {"Museum": [{"Gallery": "museum.md"}, {"Blind": "blind.md"}]},
         {"Interview book": [{"Cards": "cards.md"}, *book]},
         {"Names": "names.md"},
-        {"Extend": [{"Design": "design.md"}, "contributing.md", {"Extras": "extras.md"}, "changelog.md"]},
+        {
+            "Extend": [
+                {"Design": "design.md"},
+                "contributing.md",
+                *(f"{path.stem}.md" for path in sorted((ROOT / "docs" / "guide").iterdir())),
+                {"Extras": "extras.md"},
+                "changelog.md",
+            ]
+        },
         {"API": [{"Public names": "api.md"}, *reference]},
     ]
 

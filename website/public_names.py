@@ -1,6 +1,6 @@
-"""docs/api.md: every public name with the first sentence of its docstring, and how stable it is.
+"""docs/generated/api.md: every public name with the first sentence of its docstring, and how stable it is.
 
-python -m website.public_names docs/api.md
+python -m website.public_names docs/generated/api.md
 """
 
 from __future__ import annotations

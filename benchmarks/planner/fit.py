@@ -1,7 +1,7 @@
 """Fit the cost model's free parameters to half of the published runs, and compare it with the other half.
 
     python -m benchmarks.planner.fit                     prints the fitted parameters and those in use
-    python -m benchmarks.planner.fit docs/planner.md     also writes the page of all runs
+    python -m benchmarks.planner.fit docs/generated/planner.md     also writes the page of all runs
 
 A program is the training software of a run. Fitted are `arithmetic` and, for programs with many runs, one or two parameters
 of FREE, by least squares of log(predicted time / measured time). A program with fewer than FEW runs in the fitted half

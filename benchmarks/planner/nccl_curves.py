@@ -115,7 +115,7 @@ def _mean(logs: Sequence[float]) -> float:
 
 
 def rows() -> list[str]:
-    """Return a row of the table in docs/planner.md for each curve."""
+    """Return a row of the table in docs/generated/planner.md for each curve."""
     found = []
     for name, curve in CURVES.items():
         kinds = _mean(errors(name, with_fill(0.0))), _mean(errors(name))

@@ -1,4 +1,4 @@
-"""The text of docs/planner.md: how far predictions lie from published runs. One function for each section of the page."""
+"""The text of docs/generated/planner.md: how far predictions lie from published runs. A function for each section."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW_TOKENS = 1024  # of a microbatch on one GPU
 
 
 def page() -> str:
-    """Return the text of docs/planner.md."""
+    """Return the text of docs/generated/planner.md."""
     runs = published_runs()
     held = [run for run in runs if run.held_out]
     sections = (
@@ -47,8 +47,9 @@ def _introduction(runs: Sequence[Run], held: Sequence[Run]) -> list[str]:
     return [
         "# The planner against published runs",
         "",
-        "`minipar plan` predicts; this page says how wrong it was. `python -m benchmarks.planner.fit docs/planner.md` "
-        "writes it from [`published_runs.csv`](../benchmarks/planner/published_runs.csv). "
+        "`minipar plan` predicts; this page says how wrong it was. "
+        "`python -m benchmarks.planner.fit docs/generated/planner.md` "
+        "writes it from [`published_runs.csv`](../../benchmarks/planner/published_runs.csv). "
         "[What it would choose](planner_choices.md) for published jobs is another page.",
         "",
         f"{len(runs)} runs are in the table, {len(held)} of them held out: no number was fitted to them. A run is held out "

@@ -1,13 +1,13 @@
 """Compare the planner's layouts for published jobs with the layouts that their authors chose.
 
-    python -m benchmarks.planner.published_choices docs/planner_choices.md
+    python -m benchmarks.planner.published_choices docs/generated/planner_choices.md
 
 Each job is planned as `minipar plan` does, for minipar's own implementation. The authors' layout is predicted for the same
 implementation, so that only the layouts differ. A layout that does not fit by our formulas may have fit in the authors'
 program, which keeps other activations.
 
 DeepSeek-V3 was trained with products of 8-bit numbers and its all-to-alls behind other microbatches' work, so its time is
-not compared with ours, as those of other jobs are in docs/planner.md; only its layout stands here.
+not compared with ours, as those of other jobs are in docs/generated/planner.md; only its layout stands here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def difference(job: Job, a: Layout, found: Plan, theirs: float, num_bytes: float
 
 
 def page() -> str:
-    """Return the text of docs/planner_choices.md."""
+    """Return the text of docs/generated/planner_choices.md."""
     lines = [
         "# What the planner would choose",
         "",
@@ -102,7 +102,7 @@ def page() -> str:
         "written here as DualPipe-V over 8, with as many layers a rank; its all-to-alls ran behind other microbatches' "
         "work, and norms, SwiGLU and MLA's up-projections were recomputed, neither of which our program does. "
         "[planner.md](planner.md) says how far predictions are from measured runs. "
-        "`python -m benchmarks.planner.published_choices docs/planner_choices.md` writes this page.",
+        "`python -m benchmarks.planner.published_choices docs/generated/planner_choices.md` writes this page.",
         "",
         "| model | GPUs | tokens | samples | theirs | | ours | | difference |",
         "|---|---|---|---|---|---|---|---|---|",

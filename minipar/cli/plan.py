@@ -48,7 +48,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         """Predict memory and time of training on GPUs you may not have: of all legal layouts that fit, the one to use.
 
         Layouts that the model cannot tell apart are counted; the simplest of each mesh is shown, the simplest of all first.
-        Each time has its doubt: docs/planner.md compares predictions with published runs.
+        Each time has its doubt: docs/generated/planner.md compares predictions with published runs.
 
         The plan covers dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with
         AdamW's states. It does not cover ways of dispatching tokens other than all-to-all, compile,

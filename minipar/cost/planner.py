@@ -47,7 +47,7 @@ USUAL_SCHEDULES = ("1f1b", "gpipe", "interleaved")  # simplest first; all others
 
 
 class Unusual(NamedTuple):
-    """Features that few programs have, and no published run of docs/planner.md; the least unusual comes last.
+    """Features that few programs have, and no published run of docs/generated/planner.md; the least unusual comes last.
 
     tp        tensor parallelism beyond a node
     schedule  a schedule other than USUAL_SCHEDULES

@@ -52,7 +52,7 @@ def plan_text(plan: Plan) -> str:
     lines += [
         "",
         "+-: four of five further runs of such a kind lie within, by published runs held out from fitting; see "
-        "docs/planner.md",
+        "docs/generated/planner.md",
     ]
     if job.machine.name in MACHINES and job.machine.name not in COMPARED:
         lines.append(

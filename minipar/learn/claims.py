@@ -1,6 +1,6 @@
-"""Write docs/claims.md: claims that are widely repeated, each with the computation that finds it right or wrong.
+"""Write docs/generated/claims.md: claims that are widely repeated, each with the computation that finds it right or wrong.
 
-    python -m minipar.learn.claims docs/claims.md
+    python -m minipar.learn.claims docs/generated/claims.md
 
 Verdicts are not stored: a claim's condition `holds` is evaluated for the computed value. All other figures of the page are
 computed, too, except those inside the claims.
@@ -57,7 +57,7 @@ def claims() -> tuple[Claim, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/claims.md."""
+    """Return the text of docs/generated/claims.md."""
     right = sum(claim.is_right() for claim in claims())
     parts = [
         "# Claims, computed",
@@ -83,7 +83,7 @@ def page() -> str:
     parts += [
         "",
         "Functions are those of `minipar.cost` and `minipar.schedules`.",
-        "Written by `python -m minipar.learn.claims docs/claims.md`.",
+        "Written by `python -m minipar.learn.claims docs/generated/claims.md`.",
     ]
     return "\n".join(parts) + "\n"
 
@@ -93,7 +93,7 @@ def _row(claim: Claim) -> str:
     x = claim.computed() * (100 if claim.unit == "%" else 1)
     shown = f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}"
     verdict = f"**{'right' if claim.is_right() else 'wrong'}**: {claim.because}"
-    test = f"[`{name}`](../{file})"
+    test = f"[`{name}`](../../{file})"
     computed = f"{shown} {claim.unit}: `{claim.value}`; claimed: `{claim.holds}`; {test}"
     return f"| {claim.said} ({claim.kind}) | {verdict} | {computed} |"
 

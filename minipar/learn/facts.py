@@ -1,8 +1,8 @@
 """Facts: numbers and formulas that several texts state. Each has one home, an entry of facts.toml, which computes it.
 
 A text that is data quotes a fact by its name: `{fact:NAME}` becomes the number when the page is made, `{fact:NAME:.1f}`
-the same number in another format. Lessons, docstrings and the README write the number; tests/learn/test_facts.py finds it
-there by the fact's phrases, and compares.
+the same number in another format. A cell of a lesson asserts its number. Pages written by hand and docstrings write it;
+tests/learn/test_facts.py finds it there by the fact's phrases, and compares.
 """
 
 from __future__ import annotations
@@ -14,28 +14,22 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from inspect import isfunction
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import minipar
-from minipar.cost.activations import gpt_layer_bytes
-from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.machines import MACHINES, Machine
-from minipar.cost.memory import model_state_bytes, worst_rank_memory
+from minipar.cost.memory import model_state_bytes
 from minipar.cost.model_table import MODELS
 from minipar.cost.models import ModelShape
 from minipar.cost.traffic import step_traffic
 from minipar.learn.expressions import FUNCTIONS, VALUES
 from minipar.support.errors import one_of
 
-# Numbers that others have published: no formula gives them.
-LLAMA3_INTERRUPTIONS = 419  # unexpected ones in 54 days on 16,384 GPUs: arXiv:2407.21783, section 3.3.4
 # Seconds of NCCL's LL, its protocol for short messages, over NVLink: src/graph/tuning.cc
 NCCL_LL_START, NCCL_LL_HOP = 6.6e-6, 0.6e-6
-PCIE_5 = 63e9  # bytes a second each way, 16 lanes
 
 # Functions of facts -------------------------------------------------------------------------------------------------
-# A fact that is a single call of minipar.cost needs no function here.
+# A fact that is an expression of functions of minipar.cost needs none here.
 
 
 def states_gb(num_params: float, ranks: int = 1, zero: int = 0) -> float:
@@ -43,36 +37,10 @@ def states_gb(num_params: float, ranks: int = 1, zero: int = 0) -> float:
     return model_state_bytes(num_params, ranks, zero) / 1e9
 
 
-def weights_gb(num_params: float) -> float:
-    """Return the GB of weights, or of gradients, in 16 bits."""
-    return 2 * num_params / 1e9
-
-
-def memory_gb(job: Job, layout: str) -> float:
-    """Return the GB on the fullest rank."""
-    return sum(worst_rank_memory(job, parse_layout(layout))[1].values()) / 1e9
-
-
-def checkpoint_bytes(num_params: float) -> float:
-    """Return the bytes of a checkpoint in mixed precision: weight, master and two moments of each parameter."""
-    return (2 + 4 + 4 + 4) * num_params
-
-
-def score_part(num_tokens: int, width: int, num_heads: int) -> float:
-    """Return the part of a GPT layer's activations that is stored scores."""
-    kept = gpt_layer_bytes(num_tokens, 1, width, num_heads, recompute="selective")
-    return 1 - kept / gpt_layer_bytes(num_tokens, 1, width, num_heads)
-
-
 def selective_part(num_tokens: int, width: int, num_layers: int, vocab_size: int) -> float:
     """Return the operations that selective recomputation adds, as a part of all (arXiv:2205.05198, section 5)."""
     again = num_tokens / (6 * width)
     return again / (1 + again + vocab_size / (12 * num_layers * width))
-
-
-def ring_steps(p: int) -> int:
-    """Return the steps of a ring all-reduce."""
-    return 2 * (p - 1)
 
 
 def node_bytes_per_s(machine: Machine) -> float:
@@ -109,22 +77,9 @@ def tokens_that_hide_a_ring(
     return halves * kv_part * flops_per_s / bytes_per_s
 
 
-def compression(warm_up: float, bits: int = 1) -> float:
-    """Return how many times fewer bytes a run sends that compresses 16 bits to `bits` after its warm-up."""
-    return 1 / (warm_up + (1 - warm_up) * bits / 16)
-
-
 def microbatches_for(bubble: float, p: int) -> int:
     """Return the fewest microbatches with which p stages are idle for at most this part of the time."""
     return next(m for m in range(1, 100_000) if (p - 1) / (m + p - 1) <= bubble)
-
-
-def products(num_layers: int, walks: int) -> int:
-    """Return the matrix products of a backward through linear layers, in one walk, or in two.
-
-    A layer has two, dx and dw. A second walk from the output, for dw alone, computes all dx but the first layer's again.
-    """
-    return 2 * num_layers + (walks - 1) * (num_layers - 1)
 
 
 def short_all_reduces_s(shape: ModelShape, hops: int) -> float:
@@ -132,32 +87,9 @@ def short_all_reduces_s(shape: ModelShape, hops: int) -> float:
     return 2 * shape.num_layers * (NCCL_LL_START + hops * NCCL_LL_HOP)
 
 
-def tokens_a_pass(acceptance: float, num_drafts: int) -> float:
-    """Return how many tokens a pass of speculative decoding writes."""
-    return sum(acceptance**k for k in range(num_drafts + 1))
-
-
-def block_bits(bits: int, block: int, scale: int = 8) -> float:
-    """Return the bits an element of a format whose blocks share a scale."""
-    return bits + scale / block
-
-
-def best_interval(save: float, between: float) -> float:
-    """Return Young's interval between saves, in the unit of both arguments."""
-    return float((2 * save * between) ** 0.5)
-
-
-def published_runs() -> int:
-    """Return with how many published runs the planner is compared, by their table in a checkout."""
-    table = Path(minipar.__file__).parents[1] / "benchmarks" / "planner" / "published_runs.csv"
-    return len(table.read_text(encoding="utf-8").splitlines()) - 1
-
-
 _OWN = {name: f for name, f in list(vars().items()) if isfunction(f) and f.__module__ == __name__}
 # What an expression in facts.toml may name.
-NAMES: dict[str, Any] = (
-    FUNCTIONS | VALUES | _OWN | dict(LLAMA3_INTERRUPTIONS=LLAMA3_INTERRUPTIONS, PCIE_5=PCIE_5)
-)
+NAMES: dict[str, Any] = FUNCTIONS | VALUES | _OWN
 
 # Entries ------------------------------------------------------------------------------------------------------------
 
@@ -167,8 +99,8 @@ class Fact(NamedTuple):
 
     says     what it is, in a sentence
     value    an expression of the functions above and of the names in expressions.py
-    phrases  how texts write it: {} stands for the number, # for any other number
     form     how the number is written: a format, as `written` takes it, or several; the first is that of `{fact:NAME}`
+    phrases  how a text that cannot quote it writes it: {} stands for the number, # for any other number
     letters  only for a formula: the letters in `value`, and the name that texts use for each
     at       only for a formula: values of the letters, at which a formula in a text must give the same result as `value`
     """
@@ -176,8 +108,8 @@ class Fact(NamedTuple):
     name: str
     says: str
     value: str
-    phrases: tuple[str, ...]
     form: str | list[str] = ".3g"
+    phrases: tuple[str, ...] = ()
     letters: Mapping[str, str] = {}
     at: tuple[Mapping[str, float], ...] = ()
 

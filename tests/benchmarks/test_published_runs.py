@@ -185,7 +185,7 @@ def test_spearman(values, others, correlation):
 def test_within_a_table_of_one_program_dense_runs_are_ranked_as_measured():
     """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike.
 
-    The only table of as many mixtures is not ranked as measured (docs/planner.md, "Ranking").
+    The only table of as many mixtures is not ranked as measured (docs/generated/planner.md, "Ranking").
     """
     found = {}
     for table in TABLES:
@@ -250,7 +250,7 @@ def test_a_planted_fault_in_the_spread_is_seen(fault, monkeypatch):
 
 
 def test_the_page_is_written_anew_from_the_table():
-    assert (ROOT / "docs" / "planner.md").read_text(encoding="utf-8") == page()
+    assert (ROOT / "docs" / "generated" / "planner.md").read_text(encoding="utf-8") == page()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_kinds_of_layouts(name, kind):
 @pytest.mark.thorough
 def test_the_page_of_choices_is_what_the_planner_chooses():
     """The two smallest jobs, planned anew; all of them take minutes."""
-    text = (ROOT / "docs" / "planner_choices.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "generated" / "planner_choices.md").read_text(encoding="utf-8")
     assert len(jobs()) >= 12
     assert text.count("\n| ") == len(jobs()) + 1
     assert all(f"| `{theirs.layout.name}` |" in text for theirs in jobs())

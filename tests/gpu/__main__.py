@@ -1,4 +1,4 @@
-"""`make test-gpu`: the tests on GPUs, a table at the end, and docs/gpu.md. Without a GPU one line, and no failure."""
+"""`make test-gpu`: the tests on GPUs, a table, and docs/generated/gpu.md. Without a GPU: one line, no failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from minipar.runtime.devices import Machine, why_not_nccl
 from tests.gpu.report import Collector, facts, page, table
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "gpu.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "generated" / "gpu.md"
 
 
 def main(machine: Machine, run=pytest.main, path: Path = PAGE) -> int:

@@ -20,8 +20,8 @@ from minipar.learn.guide.strategies import part_text, strategies
 from minipar.learn.guide.tuning import LAYERS, RANKS, SETTINGS, STEPS, Setting, figures
 from minipar.learn.guide.workloads import Priced, gain, naive, paragraph, row, workloads
 
-DOCS = Path(__file__).parents[2] / "docs"
-RENEW = "run: python -m minipar.learn.guide docs"
+DOCS = Path(__file__).parents[2] / "docs" / "generated"
+RENEW = "run: python -m minipar.learn.guide docs/generated"
 
 # Strategies ------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_a_strategys_flags_file_and_lesson_exist(name):
     if "recompute" not in flags:
         assert (config.dp, config.pp, config.cp, config.ep, config.tp) == (a.dp, a.pp, a.cp, a.ep, a.tp)
     assert (config.zero, config.replicate) == (a.zero, strategy.replicate)
-    files = [*re.findall(r"\]\((\S+)\)", strategy.where), f"../lessons/{strategy.lesson}.ipynb"]
+    files = [*re.findall(r"\]\((\S+)\)", strategy.where), f"../../lessons/{strategy.lesson}.ipynb"]
     assert len(files) == 2
     assert all((DOCS / file).exists() for file in files)
 

@@ -5,11 +5,13 @@ import pytest
 import minipar
 from website.public_names import page
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "api.md"
 
 
 def test_the_page_is_that_of_the_names_exported_now():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m website.public_names docs/api.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "run: python -m website.public_names docs/generated/api.md"
+    )
 
 
 def test_every_name_has_words_of_its_own():

@@ -1,4 +1,4 @@
-"""Write the pages of this package: `python -m minipar.learn.guide docs`. Planning takes minutes."""
+"""Write the pages of this package: `python -m minipar.learn.guide docs/generated`. Planning takes minutes."""
 
 import sys
 from pathlib import Path

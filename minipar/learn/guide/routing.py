@@ -1,4 +1,4 @@
-"""Write docs/routing.md: small mixtures of experts, trained with one routing option changed at a time.
+"""Write docs/generated/routing.md: small mixtures of experts, trained with one routing option changed at a time.
 
     python -m minipar.learn.guide.routing minipar/learn/guide/routing.toml    # measures again: two ranks, ten minutes
 
@@ -130,7 +130,7 @@ def padded_kilobytes(model: ModelConfig) -> float:
 
 
 def stored() -> Stored:
-    """Return the measurements that docs/routing.md shows."""
+    """Return the measurements that docs/generated/routing.md shows."""
     found = tomllib.loads((files("minipar.learn.guide") / "routing.toml").read_text(encoding="utf-8"))
     return Stored(found["steps"], found["seeds"], [Routed(**row) for row in found["run"]])
 
@@ -144,7 +144,7 @@ def measured_text(measured: Stored) -> str:
 
 
 def page() -> str:
-    """Return the text of docs/routing.md."""
+    """Return the text of docs/generated/routing.md."""
     steps, seeds, runs = stored()
     lines = [
         "# What a router's options cost",
@@ -167,7 +167,8 @@ def page() -> str:
         f"| {r.panel} | {r.label} | {r.loss:.3f} | {r.lowest:.3f} to {r.highest:.3f} | {r.drops:.1%} | {r.kilobytes:,.0f} |"
         for r in runs
     ]
-    return "\n".join([*lines, "", *READING, "", "Written by `python -m minipar.learn.guide docs`."]) + "\n"
+    lines += ["", *READING, "", "Written by `python -m minipar.learn.guide docs/generated`."]
+    return "\n".join(lines) + "\n"
 
 
 READING = (

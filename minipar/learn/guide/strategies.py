@@ -1,4 +1,4 @@
-"""Write the strategy map, docs/strategies.md: each strategy alone on eight ranks, with the same model and batch.
+"""Write the strategy map, docs/generated/strategies.md: each strategy alone on eight ranks, with the same model and batch.
 
 A row of strategies.toml names a layout. `minipar.cost` computes what is split, held and sent under that layout, and how
 long ranks wait; `sends` is a formula for the bytes sent.
@@ -109,7 +109,7 @@ COLUMNS = ("batch", "sequence", "layers", "experts", "parameters", "gradients", 
 
 
 def page() -> str:
-    """Return the text of docs/strategies.md."""
+    """Return the text of docs/generated/strategies.md."""
     shape = MODELS["llama-7b"]
     lines = [
         "# The strategy map",
@@ -140,7 +140,7 @@ def page() -> str:
     for strategy in strategies():
         lines += [_paragraph(strategy), ""]
     lines.append(
-        "Written by `python -m minipar.learn.guide docs`; every number is computed by `minipar.cost`."
+        "Written by `python -m minipar.learn.guide docs/generated`; every number is computed by `minipar.cost`."
     )
     return "\n".join(lines) + "\n"
 
@@ -162,7 +162,7 @@ def part_text(part: float) -> str:
 
 def _paragraph(strategy: Strategy) -> str:
     sent = f"`{strategy.sends}` = {strategy.sent_bytes() / 1e9:.3g} GB"
-    lesson = f"[lesson {strategy.lesson[:2]}](../lessons/{strategy.lesson}.ipynb)"
+    lesson = f"[lesson {strategy.lesson[:2]}](../../lessons/{strategy.lesson}.ipynb)"
     return (
         f"**{strategy.name}.** {strategy.where}, {lesson}. *Saves* {strategy.saves}. *Sends* {sent}, {strategy.when}. "
         f"*Breaks* where {strategy.breaks}."

@@ -1,4 +1,4 @@
-"""Write docs/tuning.md, a run that is tuned step by step: four real ranks, whose layers, link and disk sleep instead.
+"""Write docs/generated/tuning.md, a run tuned step by step: four real ranks, whose layers, link and disk sleep instead.
 
     python -m minipar.learn.guide.tuning minipar/learn/guide/measured.toml    # measures again; use an idle machine
 
@@ -165,7 +165,7 @@ def _toml(name: str) -> dict[str, Any]:
 
 
 def page() -> str:
-    """Return the text of docs/tuning.md."""
+    """Return the text of docs/generated/tuning.md."""
     words, seen = _toml("tuning.toml"), _toml("measured.toml")
     machine, first = seen.pop("machine"), seen["start"]["step_s"]
     lines = [
@@ -193,7 +193,7 @@ def page() -> str:
         lines += ["", said, "", "```", step["command"], "```"]
         before = now
     lines += ["", words["after"].format(now=before, gain=first / before["step_s"], **_constants())]
-    lines += ["", "Written by `python -m minipar.learn.guide docs`."]
+    lines += ["", "Written by `python -m minipar.learn.guide docs/generated`."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Write docs/workloads.md: typical workloads, what limits each, the layout that the planner recommends, and its gain.
+"""Write docs/generated/workloads.md: typical workloads, what limits each, the layout the planner advises, and its gain.
 
 A row of workloads.toml names a model, GPUs and a batch. Everything but its sentence is computed. `holds` is a condition on
 the computed figures; if it is false, the sentence is wrong.
@@ -186,7 +186,7 @@ def workloads() -> tuple[Workload, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/workloads.md. This takes minutes."""
+    """Return the text of docs/generated/workloads.md. This takes minutes."""
     lines = [
         "# Workload, bottleneck, action",
         "",
@@ -208,7 +208,7 @@ def page() -> str:
     ]
     for workload in workloads():
         lines += [paragraph(workload), ""]
-    lines.append("Written by `python -m minipar.learn.guide docs`, which takes minutes.")
+    lines.append("Written by `python -m minipar.learn.guide docs/generated`, which takes minutes.")
     return "\n".join(lines) + "\n"
 
 
