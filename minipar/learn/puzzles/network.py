@@ -7,13 +7,11 @@ receives one at a time. A message on its way occupies no memory on either side. 
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minipar.learn.puzzles import collectives
 from minipar.learn.puzzles.values import Fault, Memory, Value, join
 
 PROGRAM = "<program>"  # the file name under which a learner's source is compiled
@@ -52,7 +50,7 @@ class Call:
 
     def __init__(self, world: World, rank: int, name: str, steps: Callable[[], Steps]) -> None:
         self._world, self._rank, self._name, self._steps = world, rank, name, steps
-        self._line, self._awaited = line_of_program(), False
+        self._line, self._awaited = world.line, False
 
     def __await__(self) -> Steps:
         self._awaited = True
@@ -67,6 +65,7 @@ class Call:
 class Task:
     """A coroutine of a rank: its program, or one started by `comm.start`. Awaiting it returns the coroutine's result."""
 
+    world: World
     coroutine: Coroutine[Any, Any, Any]
     rank: int
     line: int | None
@@ -76,7 +75,7 @@ class Task:
     waiters: list[Task] = field(default_factory=list)
 
     def __await__(self) -> Steps:
-        return (yield Request("await", line_of_program(self.line), task=self))
+        return (yield Request("await", self.world.line or self.line, task=self))
 
 
 @dataclass
@@ -120,10 +119,14 @@ class Stopped(Exception):
 
 
 class World:
-    """All ranks, their messages and the clock."""
+    """All ranks, their messages and the clock.
+
+    line    the line of the learner's program that is running, set by `running.traced`; None while only our own code runs
+    """
 
     def __init__(self, num_ranks: int, network: Network) -> None:
         self.network, self.num_ranks, self.now_s = network, num_ranks, 0.0
+        self.line: int | None = None
         self.memories = [Memory(rank) for rank in range(num_ranks)]
         self.comms = [Comm(self, rank) for rank in range(num_ranks)]
         self.sent_bytes = [0] * num_ranks
@@ -142,7 +145,7 @@ class World:
 
     def start(self, coroutine: Coroutine[Any, Any, Any], rank: int, line: int | None = None) -> Task:
         """Start a coroutine of a rank at the current time. `line` is the line of the program that asked for it."""
-        task = Task(coroutine, rank, line)
+        task = Task(self, coroutine, rank, line)
         self.tasks.append(task)
         self._resume_at(self.now_s, task, lambda: None)
         return task
@@ -241,11 +244,11 @@ class Comm:
         self.rank, self.size = rank, world.num_ranks
         self._world = world
         self._num_collectives: dict[object, int] = defaultdict(int)
-        self._has_collectives = False
+        self.collectives: Any = None  # the module of that name, unless they are what the puzzle asks for
 
     def send(self, value: Value, to: int, tag: object = None) -> Call:
         """Pass a value to the network card, and return at once. Messages of one tag between two ranks arrive in order."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             self._check_value(value, "send")
@@ -261,7 +264,7 @@ class Comm:
 
     def recv(self, source: int, tag: object = None) -> Call:
         """Wait for the next message from rank `source`, and return its value."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             self._check_peer(source, "receives from")
@@ -271,7 +274,7 @@ class Comm:
 
     def compute(self, seconds: float, label: tuple[str, object] = ("C", "")) -> Call:
         """Compute for this many simulated seconds. Messages travel at the same time."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             if not isinstance(seconds, int | float) or not 0 <= seconds < 1e6:
@@ -288,7 +291,7 @@ class Comm:
         async def wrapped(work: Awaitable[Any]) -> Any:
             return await work
 
-        return self._world.start(wrapped(work), self.rank, line_of_program())
+        return self._world.start(wrapped(work), self.rank, self._world.line)
 
     def join(self, values: list[Value]) -> Value:
         """Join chunks in the given order."""
@@ -308,7 +311,7 @@ class Comm:
 
     def _collective(self, name: str, value: Value, ranks: Any) -> Call:
         def steps() -> Steps:
-            if not self._has_collectives:
+            if self.collectives is None:
                 raise Fault(f"comm.{name} is what this puzzle asks you to write, from send and recv")
             self._check_value(value, name)
             group = tuple(range(self.size) if ranks is None else ranks)
@@ -316,7 +319,7 @@ class Comm:
             # The k-th calls of a group's ranks belong together. The tag separates their messages from all others.
             number = self._num_collectives[name, group]
             self._num_collectives[name, group] += 1
-            work = getattr(collectives, name)(self, value, group, CollectiveTag(name, group, number))
+            work = getattr(self.collectives, name)(self, value, group, CollectiveTag(name, group, number))
             return (yield from work.__await__())
 
         return Call(self._world, self.rank, name, steps)
@@ -347,16 +350,6 @@ class Comm:
             raise Fault(f"rank {self.rank} {what} rank {peer!r}; there are ranks 0 to {self.size - 1}")
         if peer == self.rank:
             raise Fault(f"rank {self.rank} {what} itself")
-
-
-def line_of_program(default: int | None = None) -> int | None:
-    """Return the line of the learner's program that is running, below any of our own functions on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == PROGRAM:
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return default
 
 
 def line_of_error(error: BaseException) -> int | None:
