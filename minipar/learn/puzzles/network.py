@@ -7,7 +7,6 @@ receives one at a time. A message on its way occupies no memory on either side. 
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ class Call:
 
     def __init__(self, world: World, rank: int, name: str, steps: Callable[[], Steps]) -> None:
         self._world, self._rank, self._name, self._steps = world, rank, name, steps
-        self._line, self._awaited = line_of_program(), False
+        self._line, self._awaited = world.line, False
 
     def __await__(self) -> Steps:
         self._awaited = True
@@ -67,6 +66,7 @@ class Call:
 class Task:
     """A coroutine of a rank: its program, or one started by `comm.start`. Awaiting it returns the coroutine's result."""
 
+    world: World
     coroutine: Coroutine[Any, Any, Any]
     rank: int
     line: int | None
@@ -76,7 +76,7 @@ class Task:
     waiters: list[Task] = field(default_factory=list)
 
     def __await__(self) -> Steps:
-        return (yield Request("await", line_of_program(self.line), task=self))
+        return (yield Request("await", self.world.line or self.line, task=self))
 
 
 @dataclass
@@ -120,10 +120,14 @@ class Stopped(Exception):
 
 
 class World:
-    """All ranks, their messages and the clock."""
+    """All ranks, their messages and the clock.
+
+    line    the line of the learner's program that is running, set by `running.traced`; None while only our own code runs
+    """
 
     def __init__(self, num_ranks: int, network: Network) -> None:
         self.network, self.num_ranks, self.now_s = network, num_ranks, 0.0
+        self.line: int | None = None
         self.memories = [Memory(rank) for rank in range(num_ranks)]
         self.comms = [Comm(self, rank) for rank in range(num_ranks)]
         self.sent_bytes = [0] * num_ranks
@@ -142,7 +146,7 @@ class World:
 
     def start(self, coroutine: Coroutine[Any, Any, Any], rank: int, line: int | None = None) -> Task:
         """Start a coroutine of a rank at the current time. `line` is the line of the program that asked for it."""
-        task = Task(coroutine, rank, line)
+        task = Task(self, coroutine, rank, line)
         self.tasks.append(task)
         self._resume_at(self.now_s, task, lambda: None)
         return task
@@ -245,7 +249,7 @@ class Comm:
 
     def send(self, value: Value, to: int, tag: object = None) -> Call:
         """Pass a value to the network card, and return at once. Messages of one tag between two ranks arrive in order."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             self._check_value(value, "send")
@@ -261,7 +265,7 @@ class Comm:
 
     def recv(self, source: int, tag: object = None) -> Call:
         """Wait for the next message from rank `source`, and return its value."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             self._check_peer(source, "receives from")
@@ -271,7 +275,7 @@ class Comm:
 
     def compute(self, seconds: float, label: tuple[str, object] = ("C", "")) -> Call:
         """Compute for this many simulated seconds. Messages travel at the same time."""
-        line = line_of_program()
+        line = self._world.line
 
         def steps() -> Steps:
             if not isinstance(seconds, int | float) or not 0 <= seconds < 1e6:
@@ -288,7 +292,7 @@ class Comm:
         async def wrapped(work: Awaitable[Any]) -> Any:
             return await work
 
-        return self._world.start(wrapped(work), self.rank, line_of_program())
+        return self._world.start(wrapped(work), self.rank, self._world.line)
 
     def join(self, values: list[Value]) -> Value:
         """Join chunks in the given order."""
@@ -347,16 +351,6 @@ class Comm:
             raise Fault(f"rank {self.rank} {what} rank {peer!r}; there are ranks 0 to {self.size - 1}")
         if peer == self.rank:
             raise Fault(f"rank {self.rank} {what} itself")
-
-
-def line_of_program(default: int | None = None) -> int | None:
-    """Return the line of the learner's program that is running, below any of our own functions on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == PROGRAM:
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return default
 
 
 def line_of_error(error: BaseException) -> int | None:

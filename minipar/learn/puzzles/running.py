@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from minipar.learn.puzzles.network import PROGRAM, Stopped, World, line_of_error, line_of_program
+from minipar.learn.puzzles.network import PROGRAM, Comm, Stopped, World, line_of_error
 from minipar.learn.puzzles.puzzle import Job, Puzzle
 from minipar.learn.puzzles.values import Fault
 
@@ -47,12 +47,12 @@ def run(puzzle: Puzzle, code: CodeType, num_ranks: int) -> Run:
     printed: list[str] = []
     tasks, stopped = [], None
     rank = 0
-    with limited_lines():
+    with traced(world):
         try:
             for rank in range(num_ranks):
                 comm = world.comms[rank]
                 comm._has_collectives = puzzle.has_collectives
-                program = _program(code, puzzle, _printer(rank, printed))
+                program = _program(code, puzzle, _printer(comm, printed))
                 # Pass the arguments without keeping a reference, so that those the program deletes are freed.
                 tasks.append(world.start(program(comm, *job.inputs(rank)), rank))
             world.run()
@@ -87,24 +87,31 @@ def _program(code: CodeType, puzzle: Puzzle, show: Callable[..., None]) -> Calla
     return program
 
 
-def _printer(rank: int, printed: list[str]) -> Callable[..., None]:
+def _printer(comm: Comm, printed: list[str]) -> Callable[..., None]:
     def show(*values: object, sep: str = " ", end: str = "", **_: object) -> None:
         if len(printed) < MOST_PRINTED:
-            printed.append(f"rank {rank}, line {line_of_program()}: {sep.join(map(str, values))}{end}")
+            printed.append(f"rank {comm.rank}, line {comm._world.line}: {sep.join(map(str, values))}{end}")
 
     show.__doc__ = builtins.print.__doc__
     return show
 
 
 @contextmanager
-def limited_lines() -> Iterator[None]:
-    """Return a context that raises EndlessLoop in the learner's program once it has run more than MOST_LINES lines."""
+def traced(world: World) -> Iterator[None]:
+    """Return a context in which `world.line` is the running line of the learner's program.
+
+    It raises EndlessLoop in the program once that has run more than MOST_LINES lines.
+    """
     num_lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal num_lines
         if frame.f_code.co_filename != PROGRAM:
             return None
+        world.line = frame.f_lineno
+        if event == "return":  # to another function of the program, or an await; what runs next is ours
+            caller = frame.f_back
+            world.line = caller.f_lineno if caller and caller.f_code.co_filename == PROGRAM else None
         if event == "line":
             num_lines += 1
             if num_lines > MOST_LINES:
