@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minipar.comm import collectives
 from minipar.extras.dry_run.assumed import ASSUMED
 from minipar.extras.dry_run.record import Refused
 from minipar.extras.dry_run.shapes import KnownShapes
 from minipar.extras.dry_run.tensors import DryTensors
 
 aten = torch.ops.aten
-# Modules that check or dispatch on `tensor.device`: there, a meta tensor says that it is on the CPU, as in a run.
-ASKS_FOR_DEVICE = ("minipar.comm.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 
 
@@ -51,7 +50,6 @@ class AllRanks:
     def __enter__(self) -> AllRanks:
         replaced: dict[str, Any] = {name: self._read(getattr(Tensor, name)) for name in READS}
         replaced |= {
-            "device": property(self._device(Tensor.device)),
             "pin_memory": self._pin_memory(Tensor.pin_memory),
             "data_ptr": _data_ptr(Tensor.data_ptr),
         }
@@ -64,6 +62,8 @@ class AllRanks:
         }
         for name, method in of_storages.items():
             self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, name, method))
+        on_device = self._on_device(collectives.require_device)
+        self._replaced.enter_context(mock.patch.object(collectives, "require_device", on_device))
         attention = _attention(F.scaled_dot_product_attention)
         self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         return self
@@ -84,14 +84,12 @@ class AllRanks:
 
         return read
 
-    def _device(self, attribute: Any) -> Callable[[Tensor], torch.device]:
-        def device(x: Tensor) -> torch.device:
-            if self._tensors() is not None and sys._getframe(1).f_globals["__name__"] in ASKS_FOR_DEVICE:
-                return torch.device("cpu")  # where the tensor would be in a run
-            of: torch.device = attribute.__get__(x)
-            return of
+    def _on_device(self, check: Any) -> Callable[..., None]:
+        def require_device(*args: Any) -> None:
+            if self._tensors() is None:  # the tensors of a dry run are on the meta device
+                check(*args)
 
-        return device
+        return require_device
 
     def _pin_memory(self, method: Any) -> Callable[..., Tensor]:
         def pin_memory(x: Tensor, *args: Any) -> Tensor:
