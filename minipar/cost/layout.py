@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 from minipar.config.check_experts import why_ep_illegal
 from minipar.config.context_limits import ATTENTIONS, why_cp_illegal, why_groups_cut, why_usp_illegal
@@ -13,7 +13,15 @@ from minipar.config.mesh_rules import why_batch_illegal, why_stages_illegal
 from minipar.config.tensor_limits import why_tokens_uneven, why_tp_illegal
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import enough_microbatches, planned, sliced_forms_of, unplanned
+from minipar.cost.stages import (
+    ClosedForms,
+    LiveActivations,
+    RankContents,
+    enough_microbatches,
+    forms_of,
+    planned,
+    unplanned,
+)
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of, require_positive
 
@@ -224,6 +232,30 @@ class Layout:
         again = [] if self.recompute == "none" else [self.recompute]
         how = [] if self.cp_attention == "ring" else [self.cp_attention]
         return "-".join([*axes, *how, f"zero{self.zero}", f"mb{self.microbatch}", *order, *again])
+
+
+class SlicedForms(ClosedForms, Protocol):
+    """The additional formulas of schedules that cut samples into slices (`ScheduleChoice.sliced`)."""
+
+    def why_illegal(self, job: Job, layout: Layout) -> str | None:
+        """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
+
+    def slice_choices(self, job: Job, layout: Layout) -> tuple[int, ...]:
+        """Return the numbers of slices to search for this layout; its own `slices` is ignored."""
+
+    def largest_slice(self, job: Job, layout: Layout) -> int:
+        """Return the tokens of the longest slice of a sample."""
+
+    def largest_share(self, job: Job, layout: Layout) -> float:
+        """Return the cost of the most expensive slice, divided by the mean cost."""
+
+    def activations(self, job: Job, layout: Layout, held: RankContents) -> LiveActivations:
+        """Return the live activations of a rank with contents `held`."""
+
+
+def sliced_forms_of(schedule: str) -> SlicedForms:
+    """Return the formulas of a schedule that cuts samples into slices."""
+    return cast(SlicedForms, forms_of(schedule))
 
 
 def parse_layout(text: str) -> Layout:

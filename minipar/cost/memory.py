@@ -28,10 +28,9 @@ from collections.abc import Callable
 from functools import cache
 
 from minipar.cost.activations import bytes_of_units, layer_bytes
-from minipar.cost.layout import PRECISIONS, Job, Layout
+from minipar.cost.layout import PRECISIONS, Job, Layout, sliced_forms_of
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import (
-    RankContents,
     bucket_elems,
     ends_elems,
     held_by,
@@ -40,7 +39,7 @@ from minipar.cost.ranks import (
     rank_kinds,
     unsharded_elems,
 )
-from minipar.cost.stages import LiveActivations, live_chunks, live_heads, sliced_forms_of
+from minipar.cost.stages import LiveActivations, RankContents, live_chunks, live_heads
 from minipar.support.errors import require_positive
 
 ITEMS = (

@@ -22,16 +22,9 @@ from functools import cache
 from typing import NamedTuple
 
 from minipar.cost.doubt import SPREADS, WIDEST, comparison_doubt
-from minipar.cost.layout import Job, Layout, expert_ranks, why_illegal
+from minipar.cost.layout import Job, Layout, expert_ranks, sliced_forms_of, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
-from minipar.cost.stages import (
-    chunk_choices,
-    enough_microbatches,
-    forms_of,
-    least_idle,
-    planned,
-    sliced_forms_of,
-)
+from minipar.cost.stages import chunk_choices, enough_microbatches, forms_of, least_idle, planned
 from minipar.cost.timing import least_seconds, step_parts
 from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import divisors

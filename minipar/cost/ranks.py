@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 from minipar.cost.layout import Job, Layout
 from minipar.cost.models import layer_elems, layer_matmul_elems
-from minipar.cost.stages import stage_layers, stages_of
+from minipar.cost.stages import RankContents, stage_layers, stages_of
 
 Contents = tuple[int, int, bool, bool]  # num_layers, num_moe, first, last
-
-
-class RankContents(NamedTuple):
-    """The contents that `num_ranks` pipeline ranks have in common; `rank` is the first of them.
-
-    num_layers, num_moe  layers, and how many of them have experts
-    first, last          whether the rank holds the first stage (the embedding) or the last stage (the head)
-    """
-
-    rank: int
-    num_ranks: int
-    num_layers: int
-    num_moe: int
-    first: bool
-    last: bool
 
 
 def head_layers(job: Job) -> float:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from minipar.config.choices import OPTIMIZERS, TENSOR_LAYOUTS
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
-
-if TYPE_CHECKING:
-    from minipar.cost.layout import Job, Layout
-    from minipar.cost.ranks import RankContents
 
 NO_FORMS = "has no closed form, and is not planned"
 
@@ -63,23 +59,19 @@ class LiveActivations(NamedTuple):
     logits_tokens: float
 
 
-class SlicedForms(ClosedForms, Protocol):
-    """The additional formulas of schedules that cut samples into slices (`ScheduleChoice.sliced`)."""
+class RankContents(NamedTuple):
+    """The contents that `num_ranks` pipeline ranks have in common; `rank` is the first of them.
 
-    def why_illegal(self, job: Job, layout: Layout) -> str | None:
-        """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
+    num_layers, num_moe  layers, and how many of them have experts
+    first, last          whether the rank holds the first stage (the embedding) or the last stage (the head)
+    """
 
-    def slice_choices(self, job: Job, layout: Layout) -> tuple[int, ...]:
-        """Return the numbers of slices to search for this layout; its own `slices` is ignored."""
-
-    def largest_slice(self, job: Job, layout: Layout) -> int:
-        """Return the tokens of the longest slice of a sample."""
-
-    def largest_share(self, job: Job, layout: Layout) -> float:
-        """Return the cost of the most expensive slice, divided by the mean cost."""
-
-    def activations(self, job: Job, layout: Layout, held: RankContents) -> LiveActivations:
-        """Return the live activations of a rank with contents `held`."""
+    rank: int
+    num_ranks: int
+    num_layers: int
+    num_moe: int
+    first: bool
+    last: bool
 
 
 class OwnForms:
@@ -189,11 +181,6 @@ def forms_of(schedule: str) -> ClosedForms:
         raise ValueError(f"schedule={schedule} {choice.instead or NO_FORMS}")
     module, _, name = choice.closed_forms.partition(":")
     return cast(ClosedForms, getattr(import_module(module), name))
-
-
-def sliced_forms_of(schedule: str) -> SlicedForms:
-    """Return the formulas of a schedule that cuts samples into slices."""
-    return cast(SlicedForms, forms_of(schedule))
 
 
 def planned() -> tuple[str, ...]:

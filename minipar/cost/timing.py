@@ -22,18 +22,11 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from minipar.cost.layout import PARTIAL, Job, Layout
+from minipar.cost.layout import PARTIAL, Job, Layout, sliced_forms_of
 from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import (
-    RankContents,
-    bucket_elems,
-    held_elems,
-    layer_kinds_elems,
-    rank_kinds,
-    unsharded_elems,
-)
-from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
+from minipar.cost.ranks import bucket_elems, held_elems, layer_kinds_elems, rank_kinds, unsharded_elems
+from minipar.cost.stages import RankContents, idle_s, message_hops
 from minipar.cost.traffic import (
     cp_layer_bytes,
     dispatch_bytes,

@@ -35,16 +35,8 @@ from minipar.config.context_limits import ulysses_ranks
 from minipar.cost.layout import Job, Layout, expert_ranks
 from minipar.cost.links import Links, axis_links, links_of
 from minipar.cost.models import ModelShape, whole_latent_elems
-from minipar.cost.ranks import (
-    RankContents,
-    end_stages_elems,
-    ends_elems,
-    held_by,
-    held_elems,
-    table_elems,
-    unsharded_elems,
-)
-from minipar.cost.stages import live_heads
+from minipar.cost.ranks import end_stages_elems, ends_elems, held_by, held_elems, table_elems, unsharded_elems
+from minipar.cost.stages import RankContents, live_heads
 from minipar.schedules.registry import SCHEDULES
 
 

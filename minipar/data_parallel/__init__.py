@@ -20,7 +20,7 @@ zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, 
 freed_parameter.py         the error on using a parameter whose unit is resharded
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
 flat_gradients.py          a unit's gradients, reduced to shards
-fsdp_unit.py               FSDP's units: which modules are units, which parameters each unit has, and their order
+fsdp_unit.py               FSDP's units: which modules and parameters they are, their order, and when each is reduced
 fsdp_full_state.py         making FSDP's shards from full parameters, and gathering them again
 fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
 optimizer_interface.py     one optimizer interface for every ZeRO stage

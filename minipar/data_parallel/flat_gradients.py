@@ -8,7 +8,6 @@ write     add the result to the `.grad` of the shards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,13 +19,11 @@ from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.unused_parameters import used_on_any_rank
 from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
 
 if TYPE_CHECKING:
     from minipar.comm import Comm
-    from minipar.data_parallel.fsdp_unit import Unit
 
 
 class Exact(NamedTuple):
@@ -163,74 +160,3 @@ class FlatGradients:
         """After an error, drop gradients that were not reduced, and reduced gradients that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()
-
-
-class UnitReducer:
-    """The gradient reduction of all units: each unit after its own backward, the rest at the end of the whole backward.
-
-    units         FSDP's units, outer ones first
-    gradients_of  parameter -> the FlatGradients it belongs to
-    used          parameters with a gradient on this rank since the last reduction
-    accumulates   whether a backward under no_sync has ended since then
-    """
-
-    def __init__(self, units: Sequence[Unit], algorithm: str):
-        self.units, self.algorithm = units, algorithm
-        self.gradients = [gradients for unit in units for gradients in unit.gradients]
-        self.gradients_of = {p: gradients for gradients in self.gradients for p in gradients.flat.params}
-        self.used: set[nn.Parameter] = set()
-        self.accumulates = False
-        self.begin()
-
-    def begin(self) -> None:
-        self._reduced_units: list[Unit] = []
-        self._reducing: Unit | None = None
-
-    def collect_grad(self, param: nn.Parameter, gradient: Tensor) -> None:
-        self.used.add(param)
-        self.gradients_of[param].add(param, gradient)
-
-    def reduce(self, unit: Unit) -> None:
-        """Wait for the previous unit's reduce-scatter, then start this unit's, so at most two units hold full gradients."""
-        if self._reducing is not None:
-            self._reducing.advance_reduction()
-        unit.reduce()
-        self._reducing = unit
-        self._reduced_units.append(unit)
-
-    def finish(self) -> None:
-        """Reduce the remaining gradients, wait for all reductions, and write the shards' `.grad`."""
-        for unit in reversed(self.units):
-            if unit not in self._reduced_units or any(gradients.pending for gradients in unit.gradients):
-                self.reduce(unit)
-        used = self._used_anywhere()
-        for gradients in self.gradients:
-            gradients.finish()
-            gradients.write(used)
-        self.used.clear()
-        self.accumulates = False
-
-    def _used_anywhere(self) -> set[nn.Parameter]:
-        """Return the parameters that any rank used, asking the ranks that shard them, then the ranks with replicas."""
-        used = self.used
-        comms: dict[nn.Parameter, list[Comm]] = {}
-        for param, gradients in self.gradients_of.items():
-            flat = gradients.flat
-            comms[param] = [c for c in (flat.comm, *flat.replicas) if c is not None] if flat.trained else []
-        for i in range(max(map(len, comms.values()), default=0)):
-            comm_of = {p: c[i] for p, c in comms.items() if len(c) > i}
-            used = used_on_any_rank(comm_of, used, self.algorithm) | (used - comm_of.keys())
-        return set(used)
-
-    def drop_pending(self) -> None:
-        """Drop the gradients of backwards whose reduction has not begun."""
-        for gradients in self.gradients:
-            gradients.pending.clear()
-        self.used.clear()
-        self.accumulates = False
-
-    def discard(self) -> None:
-        """After an error, drop all gradients that have not been written to the shards."""
-        for gradients in self.gradients:
-            gradients.discard()
-        self.used.clear()

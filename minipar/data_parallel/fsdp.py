@@ -24,12 +24,13 @@ from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.compressors import Compressor, Compressors
-from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
+from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
     Unit,
     UnitChoice,
     UnitOrder,
+    UnitReducer,
     find_units,
     group_parameters,
     refuse_compile,
@@ -466,15 +467,20 @@ class FSDP(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
-        return full_state.full_state_dict(self)
+        self.check()
+        return full_state.full_state_dict(self.module, self.flats)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
-        full_state.load_full_state_dict(self, state)
+        self.check()
+        full_state.load_full_state_dict(self.module, self.flats, state)
 
-    def summon_full_parameters(self, writeback: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def summon_full_parameters(self, writeback: bool = True) -> Iterator[None]:
         """Return a context in which parameters are unsharded, in their own dtype; `writeback` keeps changes to them."""
-        return full_state.full_parameters(self, writeback)
+        self.check()
+        with full_state.full_parameters(self.flats, self.no_partial_state, writeback):
+            yield
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         full_state.refuse_copy_of_fsdp()

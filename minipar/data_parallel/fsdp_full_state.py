@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from minipar.data_parallel.arguments import refuse_copy
 from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import Placement, placement_of
-
-if TYPE_CHECKING:
-    from minipar.data_parallel.fsdp import FSDP
 
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (canonical name, shape) -> the parameter's value
 InitPart = Callable[[Placement], Tensor]  # Placement -> the value of the part that it describes
@@ -101,13 +98,12 @@ def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
 
 
 @torch.no_grad()
-def full_state_dict(fsdp: FSDP) -> dict[str, Tensor]:
+def full_state_dict(module: nn.Module, flats: list[FlatParameters]) -> dict[str, Tensor]:
     """Return the full state dict on the CPU, all-gathering one flat buffer at a time. Tied names share memory."""
-    fsdp.check()
     values = {}
-    for flat in fsdp.flats:
+    for flat in flats:
         values.update({p: value.to("cpu", copy=True) for p, value in gather_parameters(flat).items()})
-    state = fsdp.module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)
     return {
         name: values[x] if isinstance(x, nn.Parameter) else x.detach().to("cpu", copy=True)
         for name, x in state.items()
@@ -115,19 +111,19 @@ def full_state_dict(fsdp: FSDP) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_full_state_dict(fsdp: FSDP, state: Mapping[str, Tensor]) -> None:
-    fsdp.check()
-    own = fsdp.module.state_dict(keep_vars=True)
+def load_full_state_dict(module: nn.Module, flats: list[FlatParameters], state: Mapping[str, Tensor]) -> None:
+    own = module.state_dict(keep_vars=True)
+    flat_of = {p: flat for flat in flats for p in flat.params}
     shape_of = {
-        name: fsdp.reducer.gradients_of[x].flat.shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
+        name: flat_of[x].shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
         for name, x in own.items()
     }
     _check(state, shape_of)
-    for flat in fsdp.flats:
+    for flat in flats:
         flat.reshard()  # an unsharded copy would still have the old values
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
-            flat = fsdp.reducer.gradients_of[x].flat
+            flat = flat_of[x]
             low, high = (0, flat.num_elems[x]) if flat.whole else flat.part(x)
             flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[low:high])
         else:
@@ -150,28 +146,26 @@ def _check(state: Mapping[str, Tensor], shape_of: dict[str, tuple[int, ...]]) ->
 
 
 @contextmanager
-def full_parameters(fsdp: FSDP, writeback: bool) -> Iterator[None]:
+def full_parameters(flats: list[FlatParameters], state: NoPartialState, writeback: bool) -> Iterator[None]:
     """Unshard all parameters at once, which takes a whole model's memory. On exit, if `writeback`, update the shards."""
-    fsdp.check()
     with torch.no_grad():
-        full = {
-            p: value for flat in fsdp.flats for p, value in gather_parameters(flat).items() if not flat.whole
-        }
+        sharded = [(flat, gather_parameters(flat)) for flat in flats if not flat.whole]
+    full = {p: value for _, values in sharded for p, value in values.items()}
     gradients = {param: param.grad for param in full}
     for param, value in full.items():
         param.grad = None
         param.data = value
-    fsdp.no_partial_state.whole = True
+    state.whole = True
     try:
         yield
     finally:
-        fsdp.no_partial_state.whole = False
-        for param, value in full.items():
-            flat = fsdp.reducer.gradients_of[param].flat
-            low, high = flat.part(param)
-            if writeback:
-                flat.shard_views[param].copy_(value.reshape(-1)[low:high])
-            param.data = flat.shard_views[param]
-            param.grad = gradients[param]
-        for flat in fsdp.flats if writeback else ():
+        state.whole = False
+        for flat, values in sharded:
+            for param, value in values.items():
+                low, high = flat.part(param)
+                if writeback:
+                    flat.shard_views[param].copy_(value.reshape(-1)[low:high])
+                param.data = flat.shard_views[param]
+                param.grad = gradients[param]
+        for flat in flats if writeback else ():
             flat.reshard()  # an unsharded copy would still have the old values

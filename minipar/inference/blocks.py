@@ -190,3 +190,44 @@ class LatentBlockMemory(BlockMemory):
         """Gather the latents of a request's first S tokens, [1, 1, S, c + r], as its keys and as its values."""
         latents = self.data[:, table].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
         return latents, latents
+
+
+class Rows(NamedTuple):
+    """New tokens of one request: tokens begin, begin + 1, ... of its text. All earlier tokens are in the cache."""
+
+    tokens: Sequence[int]
+    begin: int
+    table: Sequence[int]  # the request's blocks, enough for its last new token
+    num_chosen: int = 0  # how many of the last rows have logits from which a token is chosen
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.tokens)
+
+
+class Pass(NamedTuple):
+    """The rows of one forward and their slots, computed once for all layers; under cp, only the rows of this rank."""
+
+    requests: Sequence[Rows]
+    tokens: Tensor  # [N, 1]
+    positions: Tensor  # [N, 1] each row's position in its text
+    slots: Tensor  # [N] where its keys and values are stored: block * b + offset in the block
+    tables: Sequence[Tensor]  # each request's block table, [ceil(S / b)]
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE
+    ) -> Pass:
+        places = [(rows, t) for rows in requests for t in share.tokens(rows.begin, rows.end)]
+        slots = [share.slot(rows.table, t, block_size) for rows, t in places]
+        tables = [
+            torch.tensor(rows.table[: blocks_for(rows.end, block_size)], device=device) for rows in requests
+        ]
+        tokens = [[rows.tokens[t - rows.begin]] for rows, t in places]
+        positions = [[t] for _, t in places]
+
+        def column(numbers: list[list[int]]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
+
+        slots_here = torch.tensor(slots, dtype=torch.int64, device=device)
+        return cls(requests, column(tokens), column(positions), slots_here, tables)

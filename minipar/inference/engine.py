@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from minipar.config.model_config import ModelConfig
-from minipar.inference.blocks import BlockPool
+from minipar.inference.blocks import BlockPool, Rows
 from minipar.inference.events import Event, Kind, StepCounts
-from minipar.inference.paged_model import PagedModel, Rows
+from minipar.inference.paged_model import PagedModel
 from minipar.inference.policy import find_policy
 from minipar.inference.prefix import PrefixCache
 from minipar.inference.quantized_weights import quantize_weights

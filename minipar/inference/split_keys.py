@@ -28,7 +28,7 @@ Source: arXiv:2411.01783 (pass-KV and pass-Q; there the choice also depends on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,10 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.context.attention_ring import Ring
-from minipar.inference.blocks import BlockMemory, Share
+from minipar.inference.blocks import BlockMemory, Pass, Rows, Share
 from minipar.model.flash import choose
 from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, TokenRun
-
-if TYPE_CHECKING:
-    from minipar.inference.paged_model import Pass, Rows
 
 
 def split_keys_elems(num_tokens: int, cp: int, num_heads: int, head_dim: int) -> int:

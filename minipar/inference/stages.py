@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.inference.paged_model import PagedModel, Rows
+from minipar.inference.blocks import Rows
+from minipar.inference.paged_model import PagedModel
 from minipar.inference.split_keys import gather_logits
 from minipar.mesh import Mesh
 

@@ -40,13 +40,13 @@ class ShardGradient(Tensor):
                 "gradient.as_subclass(torch.Tensor) has the norm of what this rank has of it"
             )
         if cls.spreads:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     # Copied and saved as a plain tensor, since torch.load knows no other class: a momentum may be a ShardGradient.
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

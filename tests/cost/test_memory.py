@@ -22,7 +22,7 @@ from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import plan
 from minipar.cost.ranks import ends_elems, held_by, held_elems, layer_kinds_elems, unsharded_elems
-from minipar.data_parallel.flat_gradients import UnitReducer
+from minipar.data_parallel.fsdp_unit import UnitReducer
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.model.block import run_blocks

@@ -11,8 +11,8 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, NGramDraft, Options, Request, apart, transfer
 from minipar.inference.apart import first_tokens, serve_apart, transfer_ends
+from minipar.inference.blocks import Pass
 from minipar.inference.events import Kind
-from minipar.inference.paged_model import Pass
 from minipar.inference.serve import step_line
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples

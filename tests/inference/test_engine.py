@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, ModelDraft, NGramDraft, Options, Request, Result, prefix
-from minipar.inference.blocks import cache_bytes
+from minipar.inference.blocks import Pass, cache_bytes
 from minipar.inference.events import Kind
-from minipar.inference.paged_model import PagedModel, Pass
+from minipar.inference.paged_model import PagedModel
 from minipar.inference.scheduler import Scheduler
 from minipar.inference.speculative import Guess
 from minipar.model import Transformer, generate

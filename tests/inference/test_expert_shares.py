@@ -11,9 +11,9 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.expert import expert_parallel
 from minipar.inference import Engine, Options, Request, expert_shares
-from minipar.inference.blocks import BlockPool
+from minipar.inference.blocks import BlockPool, Rows
 from minipar.inference.expert_shares import OwnShare, check_expert_parallel
-from minipar.inference.paged_model import PagedModel, Rows
+from minipar.inference.paged_model import PagedModel
 from minipar.inference.split_keys import gather_logits
 from minipar.mesh import Mesh
 from minipar.model.moe import MoE, moe_layers

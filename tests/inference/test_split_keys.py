@@ -13,8 +13,8 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.context.attention_ring import Ring
 from minipar.inference import split_keys
-from minipar.inference.blocks import BlockPool, Share, blocks_for
-from minipar.inference.paged_model import PagedModel, Pass, Rows
+from minipar.inference.blocks import BlockPool, Pass, Rows, Share, blocks_for
+from minipar.inference.paged_model import PagedModel
 from minipar.inference.split_keys import SplitCore, goes_by_ring, ring_elems, split_keys_elems
 from minipar.mesh import Mesh
 from minipar.support.errors import RankError

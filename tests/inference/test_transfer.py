@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.inference import transfer
-from minipar.inference.blocks import BlockPool
-from minipar.inference.paged_model import PagedModel, Rows
+from minipar.inference.blocks import BlockPool, Rows
+from minipar.inference.paged_model import PagedModel
 from minipar.tensor_parallel import tensor_parallel
 from tests.model.texts import loud_model
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.inference import speculative as library
-from minipar.inference.blocks import BlockMemory, BlockPool
-from minipar.inference.paged_model import PagedCore, Pass, Rows
+from minipar.inference.blocks import BlockMemory, BlockPool, Pass, Rows
+from minipar.inference.paged_model import PagedCore
 from minipar.model import plain_attention
 from minipar.simple.continuous import serve
 from minipar.simple.generate import generate

@@ -12,8 +12,8 @@ from minipar.comm import autograd, halving_doubling, hierarchical
 from minipar.context import attention_ring
 from minipar.context.token_layout import local_runs
 from minipar.expert.dispatch import AllToAll
-from minipar.inference.blocks import BlockMemory, BlockPool
-from minipar.inference.paged_model import PagedCore, Pass, Rows
+from minipar.inference.blocks import BlockMemory, BlockPool, Pass, Rows
+from minipar.inference.paged_model import PagedCore
 from minipar.inference.policy import FirstCome
 from minipar.inference.request import Request
 from minipar.inference.scheduler import Scheduler, Sequence

@@ -26,8 +26,8 @@ from minipar.cost.links import send_s
 from minipar.cost.memory import held_memory
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.planner import divisors_of, plan
-from minipar.cost.ranks import RankContents
 from minipar.cost.reasons import no_fit
+from minipar.cost.stages import RankContents
 from minipar.cost.timing import stage_seconds
 from minipar.support.errors import divisors
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.links import axis_links, collective_s
@@ -21,7 +21,6 @@ from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import held_by, held_elems
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import gradients_bytes
-from minipar.extras.cost.choices import CompressionOptions
 from minipar.support.errors import one_of
 
 SCALE_BYTES = 4 / 256  # bytes per element for the scale of its block
@@ -163,7 +162,7 @@ def check_method(name: str) -> None:
         raise ValueError(f"view.method={name!r} is unknown; use {one_of(('auto', *CODECS), near=name)}")
 
 
-def compression_view(asked: Asked, options: CompressionOptions) -> Answer:
+def compression_view(asked: Asked, options: Any) -> Answer:
     """Say whether compression pays on the layout, and whether another layout would be faster with compression."""
     job, layout, name = asked.job, asked.layout, options.method
     assert layout is not None

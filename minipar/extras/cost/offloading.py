@@ -32,8 +32,9 @@ from typing import NamedTuple
 from minipar.cost.layout import Job, Layout, expert_ranks
 from minipar.cost.memory import held_memory, worst_rank_memory
 from minipar.cost.plan_command import Answer, Asked
-from minipar.cost.ranks import RankContents, held_elems, rank_kinds, unsharded_elems
+from minipar.cost.ranks import held_elems, rank_kinds, unsharded_elems
 from minipar.cost.report import GB, shares
+from minipar.cost.stages import RankContents
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import gathers, root_gathers
 

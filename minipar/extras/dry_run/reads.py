@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.comm import collectives
+from minipar.comm.transport.errors import require_device
 from minipar.extras.dry_run.assumed import ASSUMED
 from minipar.extras.dry_run.record import Refused
 from minipar.extras.dry_run.shapes import KnownShapes
@@ -62,8 +62,7 @@ class AllRanks:
         }
         for name, method in of_storages.items():
             self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, name, method))
-        on_device = self._on_device(collectives.require_device)
-        self._replaced.enter_context(mock.patch.object(collectives, "require_device", on_device))
+        self._replaced.enter_context(mock.patch("minipar.comm.collectives.require_device", self._on_device))
         attention = _attention(F.scaled_dot_product_attention)
         self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         return self
@@ -84,12 +83,9 @@ class AllRanks:
 
         return read
 
-    def _on_device(self, check: Any) -> Callable[..., None]:
-        def require_device(*args: Any) -> None:
-            if self._tensors() is None:  # the tensors of a dry run are on the meta device
-                check(*args)
-
-        return require_device
+    def _on_device(self, *args: Any) -> None:
+        if self._tensors() is None:  # the tensors of a dry run are on the meta device
+            require_device(*args)
 
     def _pin_memory(self, method: Any) -> Callable[..., Tensor]:
         def pin_memory(x: Tensor, *args: Any) -> Tensor:

@@ -25,15 +25,14 @@ from minipar.cost.activations import layer_bytes
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import chunk_bytes
 from minipar.cost.models import ModelShape
-from minipar.cost.ranks import RankContents
-from minipar.cost.stages import LiveActivations
+from minipar.cost.stages import LiveActivations, RankContents
 from minipar.extras.schedules.slicing import equal_costs, slice_cost, whole_tokens, why_slices_illegal
 
 SEARCHED_SLICES = (2, 4, 8, 16)
 
 
 class SlicedForms:
-    """The formulas of terapipe and seq1f1b: see `minipar.cost.stages.SlicedForms`."""
+    """The formulas of terapipe and seq1f1b: see `minipar.cost.layout.SlicedForms`."""
 
     def is_searched(self, schedule: str) -> bool:
         """Return False for terapipe, because seq1f1b idles for at most as long, and keeps fewer slices."""

@@ -11,16 +11,14 @@ import ast
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from minipar.learn.exercises.folder import STUBS
+from minipar.learn.exercises.registry import STEPS, Step
 from minipar.runtime.launch import shutdown
 from minipar.simple import comm as floor_comm
 from minipar.simple import launch, train
@@ -35,25 +33,6 @@ STUB_OF = {
 }  # fmt: skip
 LARGEST_DIFFERENCE = 1e-10  # the largest difference allowed in a float64 weight after two steps
 TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the project; project.toml says what each field is."""
-
-    title: str
-    minutes: int
-    file: str
-    pieces: list[str]
-    checks: dict[str, str]
-    meshes: list[str]
-    hints: list[str]
-
-
-STEPS = tuple(
-    Step(**row)
-    for row in tomllib.loads((files(__package__) / "project.toml").read_text(encoding="utf-8"))["step"]
-)
 
 
 def start(folder: Path) -> None:

@@ -35,13 +35,30 @@ EXERCISES = tuple(
 )
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of the project; project.toml says what each field is."""
+
+    title: str
+    minutes: int
+    file: str
+    pieces: list[str]
+    checks: dict[str, str]
+    meshes: list[str]
+    hints: list[str]
+
+
+STEPS = tuple(
+    Step(**row)
+    for row in tomllib.loads((files(__package__) / "project.toml").read_text(encoding="utf-8"))["step"]
+)
+
+
 def find_exercise(name: str) -> Exercise:
     """Return the exercise of this name. Raises ValueError, with the most similar name, if there is none."""
     by_name = {exercise.name: exercise for exercise in EXERCISES}
     plain = name.replace("-", "_").removesuffix(".py")
     if plain not in by_name:
-        from minipar.learn.exercises.project import STEPS
-
         if plain in {step.file for step in STEPS}:
             raise ValueError(
                 f"name={name!r} is a step of a project; `minipar exercise project FOLDER` checks it"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from minipar.inference import prefix
-from minipar.inference.blocks import BlockMemory, BlockPool
+from minipar.inference.blocks import BlockMemory, BlockPool, Pass, Rows
 from minipar.inference.engine import Engine
-from minipar.inference.paged_model import Pass, Rows
 from minipar.inference.scheduler import Plan, Scheduler, Sequence
 from minipar.learn.museum.exhibit import Change
 

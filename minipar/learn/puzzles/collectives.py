@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from minipar.learn.puzzles.network import Comm
 from minipar.learn.puzzles.values import Value
-
-if TYPE_CHECKING:
-    from minipar.learn.puzzles.network import Comm
 
 Group = tuple[int, ...]
 

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minipar.learn.puzzles import collectives
 from minipar.learn.puzzles.values import Fault, Memory, Value, join
 
 PROGRAM = "<program>"  # the file name under which a learner's source is compiled
@@ -245,7 +244,7 @@ class Comm:
         self.rank, self.size = rank, world.num_ranks
         self._world = world
         self._num_collectives: dict[object, int] = defaultdict(int)
-        self._has_collectives = False
+        self.collectives: Any = None  # the module of that name, unless they are what the puzzle asks for
 
     def send(self, value: Value, to: int, tag: object = None) -> Call:
         """Pass a value to the network card, and return at once. Messages of one tag between two ranks arrive in order."""
@@ -312,7 +311,7 @@ class Comm:
 
     def _collective(self, name: str, value: Value, ranks: Any) -> Call:
         def steps() -> Steps:
-            if not self._has_collectives:
+            if self.collectives is None:
                 raise Fault(f"comm.{name} is what this puzzle asks you to write, from send and recv")
             self._check_value(value, name)
             group = tuple(range(self.size) if ranks is None else ranks)
@@ -320,7 +319,7 @@ class Comm:
             # The k-th calls of a group's ranks belong together. The tag separates their messages from all others.
             number = self._num_collectives[name, group]
             self._num_collectives[name, group] += 1
-            work = getattr(collectives, name)(self, value, group, CollectiveTag(name, group, number))
+            work = getattr(self.collectives, name)(self, value, group, CollectiveTag(name, group, number))
             return (yield from work.__await__())
 
         return Call(self._world, self.rank, name, steps)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from minipar.learn.puzzles import collectives
 from minipar.learn.puzzles.network import PROGRAM, Comm, Stopped, World, line_of_error
 from minipar.learn.puzzles.puzzle import Job, Puzzle
 from minipar.learn.puzzles.values import Fault
@@ -51,7 +52,7 @@ def run(puzzle: Puzzle, code: CodeType, num_ranks: int) -> Run:
         try:
             for rank in range(num_ranks):
                 comm = world.comms[rank]
-                comm._has_collectives = puzzle.has_collectives
+                comm.collectives = collectives if puzzle.has_collectives else None
                 program = _program(code, puzzle, _printer(comm, printed))
                 # Pass the arguments without keeping a reference, so that those the program deletes are freed.
                 tasks.append(world.start(program(comm, *job.inputs(rank)), rank))

@@ -12,8 +12,8 @@ import pytest
 
 from minipar.learn.exercises import project
 from minipar.learn.exercises.command import exercise_command
-from minipar.learn.exercises.project import STEPS, check_project, fault, is_written, start
-from minipar.learn.exercises.registry import find_exercise
+from minipar.learn.exercises.project import check_project, fault, is_written, start
+from minipar.learn.exercises.registry import STEPS, find_exercise
 from minipar.simple import train
 
 FLOOR = Path(train.__file__).parent
