@@ -132,7 +132,7 @@ AVERAGINGS: Kind[Averaging] = Kind(
     "compress", {"none": Averaging("minipar.train.averaging:Averaging", "full gradients")}
 )
 MEMORIES: Kind[Choice] = Kind(
-    "offload", {"none": Choice("minipar.data_parallel.memory:OWN_DEVICE", "on the device")}
+    "offload", {"none": Choice("minipar.data_parallel.memory:ON_DEVICE", "on the device")}
 )
 TENSOR_LAYOUTS: Kind[TensorLayout] = Kind("tp_layout", {"1d": OneDim(help="along one dim")})
 DISPATCHES: Kind[Dispatch] = Kind(

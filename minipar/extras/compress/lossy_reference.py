@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.extras.compress.one_process import Average
-from minipar.extras.compress.plain_mean import Compressor, Means, State, can_scatter
+from minipar.extras.compress.plain_mean import Compressor, Means, can_scatter
 from minipar.extras.compress.plain_mean import Tensors as Keyed
 from minipar.extras.compress.run_state import Compressed, means_in_one_process
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
@@ -107,23 +107,18 @@ class _Recorded:
         self._record(params, [torch.cat(pieces[p]).view(p.shape) for p in params], [], cuts)
         return means
 
-    def state(self) -> State:
-        return self.compressor.state()
-
-    def load(self, state: State) -> None:
-        self.compressor.load(state)
-
 
 def record_messages(state: RankState) -> list[Average]:
     """Return a list to which every later message of this rank's compressors is appended."""
     assert isinstance(state.averaging, Compressed)
     messages: list[Average] = []
 
-    def recorded(make: Callable[[Comm], Compressor], is_compressed: bool, comm: Comm) -> _Recorded:
-        return _Recorded(make(comm), comm, is_compressed, messages)
+    def recorded(make: Callable[[Comm], Compressor], is_compressed: bool, comm: Comm) -> Compressor:
+        return cast(Compressor, _Recorded(make(comm), comm, is_compressed, messages))
 
-    for compressors, is_compressed in state.averaging.averages:
-        compressors.make = partial(recorded, compressors.make, is_compressed)
+    for is_compressed, own in ((True, state.averaging.compressors), (False, state.averaging.plain)):
+        for compressors in own:
+            compressors.make = partial(recorded, compressors.make, is_compressed)
     return messages
 
 
@@ -379,7 +374,7 @@ class _Rank:
         )
         assert optimizer is not None
         self.optimizer = optimizer
-        for compressors, _ in averaging.averages:
+        for compressors in averaging.compressors + averaging.plain:
             compressors.make = lambda comm: cast(Compressor, _Replayed(cast(Any, comm), self))
 
     def averages(self, means: list[tuple[Average, list[Tensor]]]) -> list[Compared]:

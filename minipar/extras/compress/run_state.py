@@ -69,21 +69,22 @@ CODEC_OF: dict[str, Codec] = {
 class Compressed(Averaging):
     """Averages by the method of `--compress` that the run's configuration names.
 
-    averages  all compressors of this rank, and whether they compress: those of buckets or, if the method averages momenta
-              or weights instead, those of its optimizer
+    compressors  those of buckets or, if the method averages momenta instead, of its optimizer
+    plain        what its optimizer averages with uncompressed
     """
 
     def __init__(self, config: TrainConfig):
         super().__init__(config)
         self._is_warm = True
-        self.averages: list[tuple[Compressors, bool]] = []
+        self.compressors: list[Compressors] = []
+        self.plain: list[Compressors] = []
         self._reduce: ReduceBucket = own_gradients
         self.reduce_bucket = self._reduce_bucket
         if config.choice("compress").averages == "gradient":
             chosen = _in_feed_forward if config.compress == "tagc" else _is_compressed
             make = partial(Selective, compress=_vector_compressor(config), select=chosen)
             self._reduce = buckets = CompressedBuckets(make, scatters=config.zero > 1)
-            self.averages.append((buckets, True))
+            self.compressors.append(buckets)
 
     def _reduce_bucket(self, reduction: Reduction) -> Pending:
         return reduce_plainly(reduction) if self._is_warm else self._reduce(reduction)
@@ -107,7 +108,7 @@ class Compressed(Averaging):
             outer = {"outer_lr": 1.0, "momentum": 0.0} if config.compress == "local-sgd" else {}
             inner = optimizer_cls(groups, **options)
             diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False, **outer)
-            self.averages.append((diloco.plain, False))
+            self.plain.append(diloco.plain)
             return LocalOptimizer(diloco)
         compress = partial(Selective, compress=_vector_compressor(config), select=_is_compressed)
         cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
@@ -116,13 +117,14 @@ class Compressed(Averaging):
         optimizer = cls(
             groups, comm_of, own.warmup, compress=compress, reduces_warmup=False, lr=config.lr, betas=BETAS
         )
-        self.averages += [(optimizer.compressors, True), (optimizer.plain, False)]
+        self.compressors.append(optimizer.compressors)
+        self.plain.append(optimizer.plain)
         return TorchOptimizerAdapter(optimizer)
 
     # Checkpoints
 
     def stored_parts(self, state: RankState) -> Iterator[StoredPart]:
-        for comm, compressor in self._stateful():
+        for comm, compressor in chain.from_iterable(own.by_comm.items() for own in self.compressors):
             for param, tensors in compressor.state().items():
                 for name, x in tensors.items():
                     yield StoredPart(KIND, _place(name, param, x, comm.rank), x)
@@ -136,7 +138,7 @@ class Compressed(Averaging):
     def restore(self, state: RankState, checkpoint: Checkpoint) -> None:
         """Load the state that `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
         comm_of = gradient_comm(state.mesh)
-        for compressors in (own for own, compresses in self.averages if compresses):
+        for compressors in self.compressors:
             by_comm: dict[Comm, State] = {}
             for param in chain.from_iterable(stage.parameters() for stage in state.stages):
                 key, comm = compressors.key(param), comm_of(param)
@@ -151,9 +153,6 @@ class Compressed(Averaging):
                 for p in state.optimizer.outer.params
             }
             state.optimizer.resume(checkpoint.step, own)
-
-    def _stateful(self) -> Iterator[tuple[Comm, Compressor]]:
-        return chain.from_iterable(own.by_comm.items() for own, compresses in self.averages if compresses)
 
     def lossy_reference(self) -> ModuleType:
         return import_module("minipar.extras.compress.lossy_reference")
