@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from minipar.comm import Comm
 from minipar.extras.compress.plain_mean import Compressor, Means, PlainMean, State, Tensors, can_scatter
 
@@ -28,9 +26,6 @@ class Selective:
     def __init__(self, comm: Comm, compress: Callable[[Comm], Compressor], select: Callable[[Any], bool]):
         self.comm, self.select = comm, select
         self.compressor, self.plain = compress(comm), PlainMean(comm)
-
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        return self.means({key: x})[key]
 
     def means(self, tensors: Tensors) -> Means:
         chosen = {key: x for key, x in tensors.items() if self.select(key)}
