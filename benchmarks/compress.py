@@ -15,7 +15,7 @@ from benchmarks.harness import Row, Step, Times, race, row, run, worlds
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.data_parallel import DDP
-from minipar.extras.compress import CompressedMean, Int8, PowerSGD
+from minipar.extras.compress import CompressedBuckets, CompressedMean, Int8, PowerSGD
 from minipar.model import Transformer
 
 CONFIG = ModelConfig(dim=192, num_layers=4, num_heads=4)
@@ -45,12 +45,11 @@ def _race_hooks(world: Comm, name: str, rounds: int) -> tuple[Times, int, int]:
     if name.startswith("PowerSGD"):
         state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
         theirs.register_comm_hook(state, powerSGD_hook)
-        ours = DDP(Transformer(CONFIG, device=world.device), world, compress=partial(PowerSGD, rank=2))
+        compressed = CompressedBuckets(partial(PowerSGD, rank=2))
     else:
         theirs.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        ours = DDP(
-            Transformer(CONFIG, device=world.device), world, compress=partial(CompressedMean, codec=Int8())
-        )
+        compressed = CompressedBuckets(partial(CompressedMean, codec=Int8()))
+    ours = DDP(Transformer(CONFIG, device=world.device), world, reduce_bucket=compressed)
     steps = [_trainer(model, world) for model in (ours, theirs)]
     sent = _sent_by(world, steps[0])
     plain = _sent_by(world, _trainer(DDP(Transformer(CONFIG, device=world.device), world), world))

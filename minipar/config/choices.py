@@ -19,44 +19,42 @@ from minipar.support.registry import Choice, Kind
 class Averaging(Choice):
     """A way to average gradients over dp x cp; minipar's own choice averages them uncompressed.
 
-    `load` returns a `minipar.train.averaging.GradientAveraging`.
+    `load` returns a subclass of `minipar.train.averaging.Averaging`, or that class itself.
+
+    steps_locally  True if replicas take local steps, so that their weights differ until they next synchronise
+    begins_anew    True if a run may resume with it from a checkpoint of a run with compress=none
+    kept           the options and settings that a resumed run cannot change, since the stored state belongs to them
     """
 
-    depends_on_mesh = False  # whether the losses depend on the mesh
+    steps_locally = False
+    begins_anew = False
+    kept: tuple[str, ...] = ()
 
     def exact_steps(self, config: Any) -> int:
         """Return how many steps from the start give the same results as one process, up to rounding."""
         steps: int = config.steps
         return steps
 
-    def require_exact(self, config: Any) -> None:
-        """Raise ValueError if this run is lossy and what `load` returns has no `one_process` to verify the run with."""
-
-    @property
-    def averages_gradients(self) -> bool:
-        """True if gradients are averaged, and not momenta or weights."""
-        return True
-
-    @property
-    def steps_locally(self) -> bool:
-        """True if replicas take local steps, so that their weights differ until they next synchronise."""
-        return False
-
-    def keeps_own_gradients(self, config: Any, step: int) -> bool:
-        """Return whether ranks keep their own gradients in a step, because momenta or weights are averaged instead."""
-        return False
-
-    def begins_after(self, stored: str) -> bool:
-        """Return whether a run with this averaging may resume from a checkpoint of a run that averaged by `stored`."""
-        return False
-
     def require_resumable(self, config: Any, stored: dict[str, Any], of: str) -> None:
         """Raise ValueError if this run cannot use the averaging state of a checkpoint with the settings `stored`."""
-        before = stored.get("compress", "none")
-        if config.compress != before and not self.begins_after(before):
+        name, before = config.compress, stored.get("compress", "none")
+        if name != before and not (self.begins_anew and before == "none"):
             raise ValueError(
-                f"compress={config.compress}, but {of} with compress={before}, whose state is of another kind; use that"
+                f"compress={name}, but {of} with compress={before}, whose state is of another kind; use that"
             )
+        if before == "none":
+            return
+        own, then = vars(config.options["compress"]), stored["options"]["compress"]
+        for kept in self.kept:
+            if kept in own:
+                what, value, stored_value = f"compress.{kept}", own[kept], then.get(kept)
+            else:
+                what, value, stored_value = kept, getattr(config, kept), stored.get(kept)
+            if value != stored_value:
+                raise ValueError(
+                    f"{what}={value}, but {of} with {what}={stored_value}, and the state of compress={before} belongs to "
+                    "that; use it"
+                )
 
 
 class TensorLayout(Choice):
@@ -131,10 +129,10 @@ ALGORITHMS: Kind[Choice] = Kind(
 )
 OPTIMIZERS: Kind[Choice] = Kind("optimizer", {"adamw": Choice("minipar.train.optim:ADAMW", "AdamW")})
 AVERAGINGS: Kind[Averaging] = Kind(
-    "compress", {"none": Averaging("minipar.train.averaging:PLAIN", "full gradients")}
+    "compress", {"none": Averaging("minipar.train.averaging:Averaging", "full gradients")}
 )
 MEMORIES: Kind[Choice] = Kind(
-    "offload", {"none": Choice("minipar.data_parallel.memory:OWN_DEVICE", "on the device")}
+    "offload", {"none": Choice("minipar.data_parallel.memory:ON_DEVICE", "on the device")}
 )
 TENSOR_LAYOUTS: Kind[TensorLayout] = Kind("tp_layout", {"1d": OneDim(help="along one dim")})
 DISPATCHES: Kind[Dispatch] = Kind(

@@ -2,8 +2,7 @@
 
 arguments.py               checks of the arguments that DDP, ZeRO and FSDP have in common
 buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
-compressors.py             the interface of compressed averaging of gradients, and one compressor per Comm
-compressed_reductions.py   a compressor in place of the all-reduce or reduce-scatter of a flat buffer
+reductions.py              the all-reduce or reduce-scatter of a flat buffer, and the interface of what may replace it
 partial_gradients.py       `.grad` of a parameter under ZeRO, once reduced: torch's gradient clipping raises on it
 backward_end.py            a callback at the end of a backward
 gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO

@@ -35,7 +35,8 @@ class Bucket:
 
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
-    views   parameter -> its part of `flat`, in the parameter's shape
+    layout  parameter -> (start, number of elements) of its part of `flat`
+    views   parameter -> that part, in the parameter's shape
     sum_dtype  the dtype in which several gradients of a parameter add up; `flat`'s own, or a wider one, set by the owner
     flags   one per parameter of `flagged`: after the reduction, nonzero if any rank has a gradient. Empty if the bucket is
             not the last. ZeRO does not read the flags; it has them so that its chunks and order of addition are DDP's
@@ -46,9 +47,10 @@ class Bucket:
         self.number = NUM_BUCKETS[comm] = NUM_BUCKETS.get(comm, 0) + 1
         dtype, device = params[0].dtype, params[0].device
         step = ALIGNMENT_BYTES // dtype.itemsize
-        starts, end = [], 0
+        self.layout: dict[Tensor, tuple[int, int]] = {}
+        end = 0
         for param in params:
-            starts.append(end)
+            self.layout[param] = end, param.numel()
             end = _round_up(end + param.numel(), step)
         self.flat = torch.zeros(
             _round_up(end + len(self.flagged), step * comm.size), dtype=dtype, device=device
@@ -56,8 +58,8 @@ class Bucket:
         self.sum_dtype = dtype
         # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
         self.views = {
-            p: as_shard_gradient(self.flat.data[i : i + p.numel()].view(p.shape), holds_part(p))
-            for i, p in zip(starts, params)
+            p: as_shard_gradient(self.flat.data[i : i + n].view(p.shape), holds_part(p))
+            for p, (i, n) in self.layout.items()
         }
         self.flags = self.flat[end : end + len(self.flagged)]
         # Parameter -> version of its view when its gradient was last reduced.
@@ -127,17 +129,12 @@ class Bucket:
         sent = self.flat.to(dtype)
         wide, self._wide, self._exact = self._wide, {}, {}
         for param, gradient in wide.items():
-            view = self.views[param]
-            start = int(view.storage_offset())
-            part = sent[start : start + view.numel()].view(view.shape)
+            start, n = self.layout[param]
+            part = sent[start : start + n].view(param.shape)
             part.copy_(gradient)
             if in_place:
                 self._exact[param] = part
         return sent, bool(wide)
-
-    def layout(self) -> Layout:
-        """Return parameter -> (start, number of elements) of its gradient in `flat`."""
-        return {param: (int(view.storage_offset()), view.numel()) for param, view in self.views.items()}
 
     def write(self, param: nn.Parameter, used: bool) -> None:
         """After the reduction, make the view the gradient if any rank used the parameter, else restore the old gradient."""

@@ -68,6 +68,8 @@ class ChunkOptimizer(Generic[C]):
         self.masters = {
             p: bucket.slice_of_chunk(p, self.chunk.detach()).requires_grad_() for p in bucket.params
         }
+        for param, master in self.masters.items():
+            set_placement(master, placement_of(bucket.shards[param]))
         self._groups: list[int] = []  # for each of the optimizer's groups, the index of the caller's group
         inner: list[ParamGroup] = []
         for i, group in enumerate(groups):
@@ -144,8 +146,7 @@ class ChunkOptimizer(Generic[C]):
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each master weight and its state. The caller may replace the state's tensors by others of their shape."""
         self.refresh_masters()
-        for param, master in self.masters.items():
-            set_placement(master, placement_of(self.bucket.shards[param]))
+        for master in self.masters.values():
             yield master, self.optimizer.state[master]
         self.offload_state()
 

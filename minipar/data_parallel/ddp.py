@@ -6,9 +6,8 @@ and recovery from exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -29,9 +28,8 @@ from minipar.data_parallel.arguments import (
 from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
-from minipar.data_parallel.compressed_reductions import compressed_all_reduce
-from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer
+from minipar.data_parallel.reductions import ReduceBucket, Reduction, reduce_plainly
 from minipar.mesh import place_whole, placement_of, set_placement
 from minipar.support.staging import to_device
 
@@ -48,9 +46,7 @@ class DDP(nn.Module):
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
     reduce_dtype        the dtype in which gradients are summed, over ranks and over backwards; default: the parameters'
                         dtype, to which the result is always rounded
-    compress    a function from Comm to a `Compressor`, which averages gradients with fewer bytes; `minipar.extras.compress`
-                has several. The attribute `compressors` holds them, with their residuals. While `compressors.on` is False,
-                as in a warm-up, gradients are reduced uncompressed, as they always are on one rank
+    reduce_bucket   what starts to reduce a bucket, in place of `reduce_plainly`: see reductions.py
 
     forward     the module's forward. Keep the wrapper: once it is dropped, backwards reduce nothing
     backward    grad = 1/p * sum over ranks of grad: bucket by bucket, all waited for at the end
@@ -87,7 +83,7 @@ class DDP(nn.Module):
         axis: str = "dp",
         broadcast_buffers: bool = True,
         reduce_dtype: torch.dtype | None = None,
-        compress: Callable[[Comm], Compressor] | None = None,
+        reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
         require_reduce(reduce)
@@ -95,7 +91,7 @@ class DDP(nn.Module):
         self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
         self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
         self._comm_of = function_of_parameter(comm)
-        self.compressors = Compressors(compress, self._comm_of)
+        self.reduce_bucket = reduce_bucket or reduce_plainly
         self._handles: list[Pending] = []
         # For each handle, (bucket, the tensor being reduced), which is the bucket's `flat` or a copy in reduce_dtype.
         self._sent: list[tuple[Bucket, Tensor]] = []
@@ -105,7 +101,7 @@ class DDP(nn.Module):
         self.buckets = self.reducer.buckets
         shared = dict(
             reduce=reduce, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm,
-            reduce_dtype=reduce_dtype, broadcast_buffers=broadcast_buffers, compressed=compress is not None,
+            reduce_dtype=reduce_dtype, broadcast_buffers=broadcast_buffers, reduce_bucket=reduce_bucket is not None,
         )  # fmt: skip
         self._add(list(module.parameters()), module.named_buffers(), shared)
         copy_buffers_of_rank0(module, [self._comm_of])
@@ -164,19 +160,11 @@ class DDP(nn.Module):
             bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
         sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
         self._sent.append((bucket, sent))
-        compressor = self.compressors.of(bucket.comm)
-        with bucket.comm.saying(bucket.label):
-            if compressor is None:
-                handle = bucket.comm.all_reduce_(sent, self.reduce, algorithm=self.algorithm, async_op=True)
-            else:
-                average = partial(self._reduce_compressed, bucket, sent, compressor)
-                handle = bucket.comm.custom("compressed_all_reduce", average, async_op=True)
-        self._handles.append(handle)
-
-    def _reduce_compressed(self, bucket: Bucket, sent: Tensor, compressor: Compressor) -> None:
-        compressed_all_reduce(bucket.comm, compressor, sent, bucket.layout(), self.reduce)
-        if bucket.flagged and not getattr(compressor, "sends_nothing", False):
-            bucket.comm.all_reduce_(sent[bucket.flags.storage_offset() :])
+        flags = sent[bucket.flags.storage_offset() :] if bucket.flagged else None
+        reduction = Reduction(
+            bucket.comm, sent, bucket.layout, self.reduce, self.algorithm, bucket.label, flags=flags
+        )
+        self._handles.append(self.reduce_bucket(reduction))
 
     def _finish(self) -> None:
         """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""
@@ -211,7 +199,6 @@ class DDP(nn.Module):
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
-        self.compressors.keys += trained
         buckets = make_buckets(trained, self._comm_of, *self._bucket_sizes)
         for bucket in buckets:
             bucket.sum_in(self.reduce_dtype or bucket.flat.dtype)

@@ -8,7 +8,6 @@ write     add the result to the `.grad` of the shards
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import require_dense
-from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
-from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.reductions import ReduceBucket, Reduction
 from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -38,7 +36,6 @@ class FlatGradients:
     """The gradients of one `FlatParameters`, and the state of their reduction.
 
     flat     the parameters
-    compressors  of the FSDP; a compressor takes the place of the reduce-scatter or, for whole parameters, the all-reduce
     pending  parameter -> its full gradient, not yet reduced; if it is a sum of several, in the wider of reduce_dtype and
              the shards' dtype
     reduced  [n/p] the sum of what this backward has reduced so far, or None
@@ -46,16 +43,16 @@ class FlatGradients:
     """
 
     def __init__(
-        self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str, compressors: Compressors
+        self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str, reduce_bucket: ReduceBucket
     ):
         self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
         self._sum_dtype = torch.promote_types(self.reduce_dtype, flat.dtype)
-        self.compressors = compressors
+        self.reduce_bucket = reduce_bucket
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
         self._exact: dict[nn.Parameter, Exact] = {}
         self._reducing: Pending | None = None  # the collective under way
-        self._replicas_left: list[Comm] = []  # the Comms over which to all-reduce afterwards
+        self._comms_left: list[Comm] = []  # the Comms over which to all-reduce afterwards
 
     @torch.no_grad()
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
@@ -67,7 +64,7 @@ class FlatGradients:
     def reduce(self) -> None:
         """Start to reduce the pending gradients; a missing gradient counts as zero.
 
-        Sends (p-1)/p n elements, or what a compressor sends.
+        Sends (p-1)/p n elements.
         """
         flat = self.flat
         if not flat.trained:
@@ -77,30 +74,23 @@ class FlatGradients:
             place, gradient = flat.slice_of_full(param, gradients), self.pending.pop(param, None)
             place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
         self.finish()
-        self._replicas_left = list(flat.replicas)
-        self._reducing = self._sum_over_replicas(gradients) if flat.comm is None else self._scatter(gradients)
+        self._comms_left = list(flat.comms)
+        self._start(gradients, None if flat.comm is None else [flat.size // flat.comm.size] * flat.comm.size)
 
-    def _scatter(self, gradients: Tensor) -> Pending:
-        comm = self.flat.comm
-        assert comm is not None
-        handle: Pending
-        with comm.saying(self.flat.label):
-            if (compressor := self.compressors.of(comm)) is None:
-                handle = comm.reduce_scatter(gradients, self.op, algorithm=self.flat.algorithm, async_op=True)
-            else:
-                sizes = [len(gradients) // comm.size] * comm.size
-                args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
-                scatter = partial(compressed_reduce_scatter, *args)
-                handle = comm.custom("compressed_reduce_scatter", scatter, async_op=True)
-        return handle
+    def _start(self, x: Tensor, sizes: list[int] | None = None) -> None:
+        """Start to reduce-scatter the gradients or, without `sizes`, to all-reduce whole ones or a chunk."""
+        flat, comm = self.flat, self._comms_left.pop(0)
+        self._reducing = self.reduce_bucket(
+            Reduction(comm, x, flat.layout, self.op, flat.algorithm, flat.label, sizes)
+        )
 
     def advance(self) -> bool:
         """Wait for the collective under way, and start the next one. Return whether there was a next one."""
         if self._reducing is None:
             return False
         chunk, self._reducing = self._reducing.wait(), None
-        if self._replicas_left:
-            self._reducing = self._sum_over_replicas(chunk)
+        if self._comms_left:
+            self._start(chunk)
         else:
             self._keep(chunk)
         return self._reducing is not None
@@ -108,18 +98,6 @@ class FlatGradients:
     def finish(self) -> None:
         while self.advance():
             pass
-
-    def _sum_over_replicas(self, chunk: Tensor) -> Pending:
-        replicas = self._replicas_left.pop(0)
-        handle: Pending
-        with replicas.saying(self.flat.label):
-            if self.flat.whole and (compressor := self.compressors.of(replicas)) is not None:
-                args = replicas, compressor, chunk, self.flat.layout(), self.op
-                total = partial(compressed_all_reduce, *args)
-                handle = replicas.custom("compressed_all_reduce", total, async_op=True)
-            else:
-                handle = replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
-        return handle
 
     @torch.no_grad()
     def _keep(self, chunk: Tensor) -> None:

@@ -46,8 +46,9 @@ class FlatParameters:
     comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
               `shard`, unless the compute dtype is another
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
+    comms     `comm`, if there is one, and `replicas`
     label     names the unit in every collective, so that ranks that run different units are told so
-    stand_ins meta tensors with the unsharded parameters' shapes and placements, by which a compressor knows gradients
+    layout    parameter -> (start, number of elements) of its part of `full`
     """
 
     def __init__(
@@ -61,17 +62,16 @@ class FlatParameters:
         algorithm: str,
     ):
         self.params, self.unit, self.comm, self.replicas = params, unit, comm, replicas
+        self.comms = replicas if comm is None else (comm, *replicas)
         self.label = f"unit {unit!r}"
         self.whole, self.memory, self.trained = comm is None, memory, params[0].requires_grad
         self.algorithm, self.dtype = algorithm, params[0].dtype
-        self.device = (comm or replicas[0]).device
+        self.device = self.comms[0].device
         self.names = {p: placement_of(p).name for p in params}
         self.shapes = {p: tuple(p.shape) for p in params}
-        self.stand_ins = {p: _stand_in(p) for p in params}
-        self.num_elems = {p: p.numel() for p in params}
         num_ranks, rank = (1, 0) if comm is None else (comm.size, comm.rank)
         starts, self.size = flat_layout([p.numel() for p in params], num_ranks)
-        self.starts = dict(zip(params, starts))
+        self.layout: Layout = {p: (start, p.numel()) for p, start in zip(params, starts)}
         chunk = self.size // num_ranks
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
@@ -85,19 +85,16 @@ class FlatParameters:
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Return (start, end) of this rank's part in the flattened parameter."""
-        return range_in_param(self.starts[param], self.num_elems[param], self.range)
+        return range_in_param(*self.layout[param], self.range)
 
     def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         """Return the parameter's elements in a flat buffer [n]."""
-        return flat[self.starts[param] : self.starts[param] + self.num_elems[param]]
+        start, n = self.layout[param]
+        return flat[start : start + n]
 
     def slice_of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
         """Return the elements of `shard`, this rank's chunk [n/p], that belong to the parameter."""
-        return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
-
-    def layout(self) -> Layout:
-        """Return stand-in -> (start, number of elements) of its parameter in a flat buffer [n]."""
-        return {self.stand_ins[p]: (start, self.num_elems[p]) for p, start in self.starts.items()}
+        return shard[slice_of_chunk(*self.layout[param], self.range)]
 
     # Sharding full parameters ------------------------------------------------------------------------------------
 
@@ -222,12 +219,6 @@ class FlatParameters:
                 raise RuntimeError(
                     f"{self.names[param]}, in unit {self.unit!r}, was frozen when it was wrapped and no longer is"
                 )
-
-
-def _stand_in(param: nn.Parameter) -> Tensor:
-    stand_in = torch.empty_like(param, device="meta", requires_grad=False)
-    set_placement(stand_in, placement_of(param))
-    return stand_in
 
 
 def _memory_of(x: Tensor) -> tuple[object, ...]:

@@ -23,7 +23,6 @@ from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
-from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
@@ -38,6 +37,7 @@ from minipar.data_parallel.fsdp_unit import (
 )
 from minipar.data_parallel.gradient_reducer import take_over
 from minipar.data_parallel.memory import memory_for
+from minipar.data_parallel.reductions import ReduceBucket, reduce_plainly
 from minipar.mesh import place_whole
 from minipar.model.overrides import GRADIENT_RECEIVER
 
@@ -92,7 +92,7 @@ class FSDP(nn.Module):
                   Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
-    compress      None, or a compressor of gradients that can take the place of a reduce-scatter: see compressors.py
+    reduce_bucket what starts to reduce a unit's gradients, in place of `reduce_plainly`: see reductions.py
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
@@ -115,7 +115,7 @@ class FSDP(nn.Module):
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
-    and each unit to 64p. With `compress`, the compressor's bytes replace those of the gradients. Also sends an all-reduce
+    and each unit to 64p. Also sends an all-reduce
     of one byte per parameter. For P parameters, a step sends 3P elements in all, where DDP sends 2P. A forward with
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
@@ -148,13 +148,13 @@ class FSDP(nn.Module):
         folder: str | None = None,
         axis: str = "dp",
         broadcast_buffers: bool = True,
-        compress: Callable[[Comm], Compressor] | None = None,
+        reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
         arguments.require_reduce(reduce)
-        if compress is not None and replicas is not None:
+        if reduce_bucket is not None and replicas is not None:
             raise ValueError(
-                "compress replaces one reduction, and replicas add a second one; use replicas=None, or no compress"
+                "reduce_bucket replaces one reduction, and replicas add a second one; use one of the two"
             )
         self.module, self.compute_dtype = module, compute_dtype
         place_whole(module)
@@ -179,22 +179,20 @@ class FSDP(nn.Module):
             prefetch=prefetch,
             algorithm=algorithm,
             broadcast_buffers=broadcast_buffers,
-            compress=compress is not None,
+            reduce_bucket=reduce_bucket is not None,
             on_meta_device=any(p.is_meta for p in module.parameters()),
         )
         for of in (comm_of, replicas_of):
             shared = {x: ranks for x in named if (ranks := of(x)) is not None}
             arguments.require_same_parameters(shared.__getitem__, [(named[x], x) for x in shared], options)
         memory = memory_for(offload, folder)
-        self.compressors = Compressors(compress, comm_of)
         groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
         for key, params in groups.items():
             unit = self.units[key.unit]
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
             full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
-            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce, self.compressors))
-            self.compressors.keys += flat.stand_ins.values() if flat.trained else ()
+            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce, reduce_bucket or reduce_plainly))
         full_state.require_values_of_buffers(module)
         self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
         copy_buffers_of_rank0(module, self._comms_of)

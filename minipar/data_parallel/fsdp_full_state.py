@@ -68,7 +68,7 @@ def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | N
         raise ValueError(
             f"{name} is on the meta device and init is None; pass init=(canonical name, shape) -> value"
         )
-    ranges = {p: (0, flat.num_elems[p]) if flat.whole else flat.part(p) for p in flat.params}
+    ranges = {p: (0, flat.layout[p][1]) if flat.whole else flat.part(p) for p in flat.params}
     placements = {p: placement_of(p).flatten_range(*ranges[p]) for p in flat.params}
 
     def part_of(param: nn.Parameter) -> Tensor:
@@ -94,7 +94,7 @@ def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
     full = flat.shard.to(flat.device)
     if flat.comm is not None:
         full = flat.comm.all_gather(full)
-    return {p: full[i : i + flat.num_elems[p]].view(flat.shapes[p]) for p, i in flat.starts.items()}
+    return {p: flat.slice_of_full(p, full).view(flat.shapes[p]) for p in flat.params}
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def load_full_state_dict(module: nn.Module, flats: list[FlatParameters], state: 
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
             flat = flat_of[x]
-            low, high = (0, flat.num_elems[x]) if flat.whole else flat.part(x)
+            low, high = (0, flat.layout[x][1]) if flat.whole else flat.part(x)
             flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[low:high])
         else:
             x.copy_(state[name])

@@ -168,10 +168,9 @@ class UnitReducer:
     def _used_anywhere(self) -> set[nn.Parameter]:
         """Return the parameters that any rank used, asking the ranks that shard them, then the ranks with replicas."""
         used = self.used
-        comms: dict[nn.Parameter, list[Comm]] = {}
+        comms: dict[nn.Parameter, tuple[Comm, ...]] = {}
         for param, gradients in self.gradients_of.items():
-            flat = gradients.flat
-            comms[param] = [c for c in (flat.comm, *flat.replicas) if c is not None] if flat.trained else []
+            comms[param] = gradients.flat.comms if gradients.flat.trained else ()
         for i in range(max(map(len, comms.values()), default=0)):
             comm_of = {p: c[i] for p, c in comms.items() if len(c) > i}
             used = used_on_any_rank(comm_of, used, self.algorithm) | (used - comm_of.keys())

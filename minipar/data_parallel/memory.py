@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,29 +51,11 @@ class Memory:
         """After an error, wait for the writes that have begun, and forget what was read but not written back."""
 
 
-class RestingPlace(Protocol):
-    """A choice of `--offload`. It makes a Memory, and an optimizer over FSDP's shards that keeps its states there.
+class RestingPlace:
+    """A choice of `--offload`: here ordinary memory, and an ordinary optimizer.
 
     waits_for_saves  whether training waits for a checkpoint to be written, because a copy of the states would not fit
     """
-
-    waits_for_saves: bool
-
-    def memory(self, folder: str | None = None) -> Memory: ...
-
-    def optimizer(
-        self,
-        config: Any,
-        modules: list[nn.Module],
-        groups: list[ParamGroup],
-        optimizer_cls: type,
-        **options: Any,
-    ) -> OptimizerInterface | None:
-        """Return the optimizer over FSDP's shards; None: use an ordinary optimizer."""
-
-
-class OwnDevice:
-    """Ordinary memory, and an ordinary optimizer."""
 
     waits_for_saves = False
 
@@ -92,10 +74,11 @@ class OwnDevice:
         optimizer_cls: type,
         **options: Any,
     ) -> OptimizerInterface | None:
+        """Return an optimizer over FSDP's shards that keeps its states there; None: use an ordinary optimizer."""
         return None
 
 
-OWN_DEVICE = OwnDevice()
+ON_DEVICE = RestingPlace()
 
 
 def memory_for(offload: str | None, folder: str | None = None) -> Memory:

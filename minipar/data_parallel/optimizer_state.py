@@ -96,7 +96,7 @@ def _gather_state(chunk: ChunkOptimizer[ShardedBucket], key: str) -> Iterator[tu
         bucket.slice_of_chunk(param, own).copy_(value.detach())
     flat = bucket.comm.all_gather(own, bucket.sizes).cpu()
     for param in values:
-        start = bucket.starts[param]
+        start, _ = bucket.layout[param]
         yield param, flat[start : start + param.numel()].view(param.shape).clone()
 
 

@@ -11,16 +11,14 @@ So each chunk is summed in the same order as in DDP's all-reduce, and the result
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
-from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
-from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient
+from minipar.data_parallel.reductions import ReduceBucket, Reduction
 from minipar.mesh import Placement, holds_part, placement_of, set_placement
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -43,9 +41,9 @@ class ShardedBucket:
         bucket.sum_in(reduce_dtype)
         self.sum_dtype, self.widen = bucket.sum_dtype, bucket.widen
         self.keep_full_grads, self.reduce_dtype = keep_full_grads, reduce_dtype
-        self.starts = {p: int(view.storage_offset()) for p, view in bucket.views.items()}
+        self.layout = bucket.layout
         self.flat = torch.zeros_like(bucket.flat)
-        self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for p, i in self.starts.items()}
+        self.views = {p: self.flat[i : i + n].view(p.shape) for p, (i, n) in self.layout.items()}
         self.sizes = self._chunk_sizes()
         start = sum(self.sizes[: self.comm.rank])
         self.range = (start, start + self.sizes[self.comm.rank])
@@ -77,11 +75,11 @@ class ShardedBucket:
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Return (start, end) of this rank's part in the flattened parameter."""
-        return range_in_param(self.starts[param], param.numel(), self.range)
+        return range_in_param(*self.layout[param], self.range)
 
     def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         """Return the parameter's part of a chunk [n/p], flat."""
-        return chunk[slice_of_chunk(self.starts[param], param.numel(), self.range)]
+        return chunk[slice_of_chunk(*self.layout[param], self.range)]
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
         shard = self.slice_of_chunk(param, self.own).requires_grad_()
@@ -147,37 +145,18 @@ class ShardedBucket:
             if param.grad is None:
                 self._drop(param)
 
-    def reduce(self, op: str, algorithm: str, compressor: Compressor | None = None) -> Callable[[], None]:
-        """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result.
-
-        compressor  replaces the reduce-scatter if it can scatter and full gradients are not kept. Otherwise it averages
-                    the whole bucket, bit for bit as in DDP, and this rank keeps its own chunk
-        """
-        flat = self.bucket.flat
-        sent, self._is_sum = self.bucket.to_send(self.reduce_dtype)
-        if compressor is not None:
-            return self._reduce_compressed(op, compressor, sent)
+    def reduce(self, op: str, algorithm: str, reduce_bucket: ReduceBucket) -> Callable[[], None]:
+        """Start to reduce the collected gradients. Return a function that waits for this rank's chunk, and keeps it."""
+        bucket, flat = self.bucket, self.bucket.flat
+        sent, self._is_sum = bucket.to_send(self.reduce_dtype)
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         out = flat[slice(*self.range)] if in_place else None
-        with self.comm.saying(self.bucket.label):
-            handle = self.comm.reduce_scatter(sent, op, self.sizes, algorithm, out=out, async_op=True)
+        handle = reduce_bucket(
+            Reduction(self.comm, sent, self.layout, op, algorithm, bucket.label, self.sizes, out)
+        )
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait())
-
-    def _reduce_compressed(self, op: str, compressor: Compressor, sent: Tensor) -> Callable[[], None]:
-        if not self.keep_full_grads and can_scatter(compressor):
-            args = self.comm, compressor, sent, self.bucket.layout(), self.sizes, op
-            own = partial(compressed_reduce_scatter, *args)
-            scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True, of=self.bucket.label)
-            for param in self.params:
-                param.grad = self._reduced_gradients[param].added = None
-            return lambda: self._store_reduced(scatter.wait())
-        average = partial(compressed_all_reduce, self.comm, compressor, sent, self.bucket.layout(), op)
-        handle = self.comm.custom("compressed_all_reduce", average, async_op=True, of=self.bucket.label)
-        for param in self.params:
-            param.grad = self._reduced_gradients[param].added = None
-        return lambda: self._store_reduced(handle.wait()[slice(*self.range)])
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:

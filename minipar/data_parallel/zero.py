@@ -17,12 +17,12 @@ from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, options_of, step_chunks
-from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.memory import memory_for
 from minipar.data_parallel.optimizer_interface import State
 from minipar.data_parallel.optimizer_state import StateDict
+from minipar.data_parallel.reductions import ReduceBucket, reduce_plainly
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 from minipar.mesh import placement_of
@@ -41,9 +41,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     reduce_dtype   the dtype in which gradients are summed, over ranks and over backwards; default: master_dtype
     offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the file. See memory.py
     per_element    True: accept an optimizer class that is not known to update each element from that element alone
-    compress       None, or a function from Comm to a `Compressor` (see compressors.py), whose messages replace those of
-                   the reduce-scatter. Stage 1: it averages as in DDP, bit for bit. Stage 2: it reduce-scatters compressed
-                   chunks, if it can
+    reduce_bucket  what starts to reduce a bucket, in place of `reduce_plainly`: see reductions.py
 
     backward       shard.grad = 1/p * sum over ranks of grad       reduce-scatter, bucket by bucket, during the backward
     step           shard = optimizer_cls(shard, shard.grad)        then all-gather, while the next bucket is updated
@@ -90,7 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         folder: str | None = None,
         per_element: bool = False,
         axis: str = "dp",
-        compress: Callable[[Comm], Compressor] | None = None,
+        reduce_bucket: ReduceBucket | None = None,
         **kwargs: Any,
     ):
         if stage not in (1, 2):
@@ -102,7 +100,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._master_dtype, self._reduce_dtype, self._axis = master_dtype, reduce_dtype, axis
         self._bucket_sizes = arguments.bucket_sizes(bucket_mb, first_bucket_mb)
         self._comm_of = arguments.function_of_parameter(comm)
-        self._memory, self.compressors = memory_for(offload, folder), Compressors(compress, self._comm_of)
+        self._memory, self.reduce_bucket = memory_for(offload, folder), reduce_bucket or reduce_plainly
         self._chunks: list[ChunkOptimizer[ShardedBucket]] = []
         self._unreduced = True
         self._pending: list[Callable[[], None]] = []
@@ -114,7 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shared: dict[str, object] = dict(
             optimizer_cls=getattr(optimizer_cls, "__qualname__", optimizer_cls), stage=stage, reduce=reduce,
             bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm, master_dtype=master_dtype,
-            reduce_dtype=reduce_dtype, offload=offload, compressed=compress is not None,
+            reduce_dtype=reduce_dtype, offload=offload, reduce_bucket=reduce_bucket is not None,
         ) | kwargs  # fmt: skip
         self._begun = False
         defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
@@ -164,7 +162,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket, self.optimizer_cls, self._arguments, self.param_groups, wide, self._memory
             )
             self._chunks.append(chunk)
-            self.compressors.keys += bucket.params
             self._unreduced = True
         self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
 
@@ -269,8 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
         if self.stage == 2 and len(self._pending) > 1:
             self._pending.pop(0)()
-        compressor = self.compressors.of(bucket.comm)
-        self._pending.append(bucket.reduce(self.reduce, self.algorithm, compressor))
+        self._pending.append(bucket.reduce(self.reduce, self.algorithm, self.reduce_bucket))
 
     def _finish(self) -> None:
         """Wait for the reduce-scatters, and set the shards' `.grad`."""

@@ -1,7 +1,7 @@
 """Train on any mesh, and prove the run equal to one process. In reading order:
 
 optim.py             the optimizer of a run, learning rate, gradient norm over any mesh
-averaging.py         the interface by which a run's gradients are averaged, uncompressed or by an extra
+averaging.py         how a rank averages gradients: plainly, or as an extra does
 recompute.py         activation checkpointing; activations partitioned over tp or offloaded to the CPU
 master_weights.py    float32 master weights of a half precision model
 parallelize.py       the transformations that make a rank's part of the model, in their order

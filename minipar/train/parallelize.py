@@ -31,7 +31,7 @@ from minipar.config.check_config import schedule_of
 from minipar.config.train_config import TrainConfig
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
-from minipar.data_parallel.compressors import Compressors
+from minipar.data_parallel.arguments import CommOf
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
 from minipar.data_parallel.memory import RestingPlace
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
@@ -42,7 +42,7 @@ from minipar.pipeline import Pipeline, balance
 from minipar.pipeline.measure import seconds_of
 from minipar.pipeline.partition import layer_costs
 from minipar.schedules import Schedule
-from minipar.train.averaging import CommOf, GradientAveraging
+from minipar.train.averaging import Averaging
 from minipar.train.checkpoint.initial_weights import fill, fill_buffers, initial_values
 from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import BETAS, Group, OptimizerFamily, make_scaler, norm_shares
@@ -58,16 +58,16 @@ class RankState:
     optimizer the optimizer, over this rank's part of the parameters
     scaler    the loss scale of a float16 model: part of a run's state
     shares    for each of `optimizer.tensors`, the fraction of its square that this rank counts in the gradient norm
-    compressors   the compressors of DDP, ZeroOptimizer or FSDP
+    averaging how this rank averages gradients, and the state of that
     """
 
     mesh: Mesh
     stages: list[Transformer]
     pipeline: Pipeline
     optimizer: OptimizerInterface
+    averaging: Averaging
     shares: list[float] = field(default_factory=list)
     scaler: DynamicLossScaler | None = None
-    compressors: list[Compressors] = field(default_factory=list)
 
     @property
     def loss_scale(self) -> float:
@@ -83,14 +83,13 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     mesh = _mesh_for(config, mesh)
     assert mesh.world is not None
     stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
-    modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.num_stages > 1)
+    averaging: Averaging = config.choice("compress").load()(config)
+    modules, optimizer = data_parallel(config, mesh, stages, averaging, ends_apart=schedule.num_stages > 1)
     pipeline_class: type[Pipeline] = config.choice("schedule").load()
     stagewise = config.gather_every == "stage"
     pipeline = pipeline_class(modules, mesh.comm("pp"), schedule, reshard_stages=stagewise)
-    state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
+    state = RankState(mesh, stages, pipeline, optimizer, averaging, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
-    holders = [x for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer | FSDP)]
-    state.compressors = [x.compressors for x in holders]
     return state
 
 
@@ -188,7 +187,7 @@ def transformed_stage(
 
 
 def data_parallel(
-    config: TrainConfig, mesh: Mesh, stages: list[Transformer], ends_apart: bool
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, ends_apart: bool
 ) -> tuple[list[nn.Module], OptimizerInterface]:
     """Return the pipeline's modules and the optimizer. `config.zero` decides what a rank keeps: see the table above.
 
@@ -196,12 +195,14 @@ def data_parallel(
     """
     tied = config.model.tie_embeddings and ends_apart
     if config.zero in (1, 2):
-        return list(stages), zero_optimizer(config, mesh, stages, tied)
-    modules = (sharded if config.zero == 3 else replicated)(config, mesh, stages, tied)
-    return modules, optimizer_over(config, mesh, modules)
+        return list(stages), zero_optimizer(config, mesh, stages, averaging, tied)
+    modules = (sharded if config.zero == 3 else replicated)(config, mesh, stages, averaging, tied)
+    return modules, optimizer_over(config, mesh, modules, averaging)
 
 
-def replicated(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
+def replicated(
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+) -> list[nn.Module]:
     """Wrap for ZeRO 0: every rank has all of its stages' parameters, gradients and states."""
     dtype = config.torch_reduce_dtype
     return [
@@ -211,13 +212,15 @@ def replicated(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied:
             bucket_mb=config.bucket_mb,
             reduce="sum",
             reduce_dtype=None if dtype == config.torch_dtype else dtype,
-            compress=config.choice("compress").load().compressor(config),
+            reduce_bucket=averaging.reduce_bucket,
         )
         for stage in stages
     ]
 
 
-def zero_optimizer(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> ZeroOptimizer:
+def zero_optimizer(
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+) -> ZeroOptimizer:
     """Return the optimizer of ZeRO 1 and 2: states, then gradients too, are sharded over dp x cp."""
     family: OptimizerFamily = config.choice("optimizer").load()
     groups = family.groups(_named(stages), config.weight_decay)
@@ -231,19 +234,19 @@ def zero_optimizer(config: TrainConfig, mesh: Mesh, stages: list[Transformer], t
         **family.bucket_sizes(config),
         master_dtype=config.torch_master_dtype,
         reduce_dtype=config.torch_reduce_dtype,
-        compress=config.choice("compress").load().compressor(config),
+        reduce_bucket=averaging.reduce_bucket,
         **_resting_place(config),
         lr=config.lr,
         betas=BETAS,
     )
     for group in of_ends:
         optimizer.add_param_group(group)
-    # Called because it gives the masters their placements, which LAMB needs.
-    list(optimizer.tensors_and_states())
     return optimizer
 
 
-def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
+def sharded(
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+) -> list[nn.Module]:
     """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay unsharded: their gradients are summed over pp."""
     shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
     # FSDP's shards are master weights. Parameters that FSDP does not shard are used in products as they are, so they keep
@@ -264,25 +267,25 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
             compute_dtype=config.torch_dtype if config.mixed_precision else None,
             reduce_dtype=config.torch_reduce_dtype,
             init_part=initial_values(config),
-            compress=config.choice("compress").load().compressor(config),
+            reduce_bucket=averaging.reduce_bucket,
             **_resting_place(config),
         )
         for stage in stages
     ]
 
 
-def optimizer_over(config: TrainConfig, mesh: Mesh, modules: list[nn.Module]) -> OptimizerInterface:
+def optimizer_over(
+    config: TrainConfig, mesh: Mesh, modules: list[nn.Module], averaging: Averaging
+) -> OptimizerInterface:
     """Return the optimizer over DDP's parameters or FSDP's shards; --offload or --compress may replace it by their own."""
     family: OptimizerFamily = config.choice("optimizer").load()
-    averaging: GradientAveraging = config.choice("compress").load()
     groups = family.groups(_named(modules), config.weight_decay)
     cls = family.optimizer_class(mesh)
     options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
     memory: RestingPlace = config.choice("offload").load()
     if (offloaded := memory.optimizer(config, modules, groups, cls, **options)) is not None:
-        list(offloaded.tensors_and_states())  # called because it gives the masters their placements
         return offloaded
-    if (own := averaging.make_optimizer(config, groups, cls, gradient_comm(mesh), **options)) is not None:
+    if (own := averaging.make_optimizer(groups, cls, gradient_comm(mesh), **options)) is not None:
         return own
     if config.mixed_precision:
         return MasterWeights(groups, cls, **options)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from minipar.config.train_config import TrainConfig
 from minipar.model import set_num_groups, update_balance_bias
-from minipar.train.averaging import GradientAveraging
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate, make_scaler, may_step
@@ -55,8 +54,8 @@ def train_in_one_process(
     family: OptimizerFamily = config.choice("optimizer").load()
     groups = family.groups(masters.items(), config.weight_decay)
     options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
-    averaging: GradientAveraging = config.choice("compress").load()
-    optimizer = averaging.in_one_process(config, family.optimizer_class()(groups, **options))
+    averaging = config.choice("compress").load()(config)
+    optimizer = averaging.in_one_process(family.optimizer_class()(groups, **options))
     scaler = make_scaler(config)
     losses, norms = [], []
     observe = observe or (lambda masters: None)

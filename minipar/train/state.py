@@ -41,6 +41,7 @@ def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, fl
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
     parts += [StoredPart(BUFFER, placement, buffer) for placement, buffer in buffers_of(state)]
+    parts += state.averaging.stored_parts(state)
     return parts, numbers
 
 
@@ -68,6 +69,7 @@ def restore(state: RankState, checkpoint: Checkpoint) -> None:
             own[key] = torch.tensor(value)
     if state.scaler is not None:
         state.scaler.load_state_dict(checkpoint.extra["loss_scaler"])
+    state.averaging.restore(state, checkpoint)
 
 
 class StoredParameters(Mapping[str, torch.Tensor]):

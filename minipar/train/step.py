@@ -47,7 +47,7 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.zero_grad()
-    config.choice("compress").load().begin_step(config, state, step)
+    state.averaging.begin_step(step)
     loss = gradients(world, state, config, text, step, batch)
     if observe is not None:
         observe()

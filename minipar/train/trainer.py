@@ -19,7 +19,6 @@ from minipar.comm.transport.cuda_trace import trace_on
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.toml_config import as_toml
 from minipar.config.train_config import TrainConfig
-from minipar.expert import gradient_comm
 from minipar.mesh import Mesh
 from minipar.runtime.launch import init_from_env, run
 from minipar.support.atomic_files import prepare_folder, write_whole
@@ -194,14 +193,12 @@ def train_rank(
     report = report or world.report
     stop = stop or (lambda: world.rank == 0 and bool(world.ask("stop")))
     torch.manual_seed(config.seed)
-    averaging = config.choice("compress").load()
     state = parallelize(
         config, Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep), world.device
     )
     metrics, verified, trace, begin = [], None, trace_on(world.device), 0
     if start is not None:
         restore(state, start.open())
-        averaging.restore(state, start.open(), gradient_comm(state.mesh))
         begin = start.step
     store = _Store(world, config, state, start, text_id)
     make = partial(local_batch, state.mesh, config, text, device=world.device)
@@ -263,8 +260,6 @@ class _Store:
             self._saver.poll()
             return False
         parts, numbers = parts_of(self._state)
-        averaging = self._config.choice("compress").load()
-        parts += averaging.stored_parts(self._state, gradient_comm(self._state.mesh))
         extra = described(self._config, self._text_id, step)
         if self._state.scaler is not None:
             extra["loss_scaler"] = self._state.scaler.state_dict()

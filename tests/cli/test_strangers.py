@@ -42,37 +42,22 @@ class Gathered(Averaging):
 
 
 LIFO = Lifo(lifo, help="the last microbatch comes back first")
-GATHERED = Gathered("stranger.averaging:GATHERED", "gathers, then adds", GatherOptions)
+GATHERED = Gathered("stranger.averaging:Gathered", "gathers, then adds", GatherOptions)
 '''
 AVERAGING = """
-from functools import partial
-
-import torch
-
-from minipar.train.averaging import Plain
+from minipar.train.averaging import Averaging
 
 
-class GatheredMean:
-    def __init__(self, comm, scale):
-        self.comm, self.scale = comm, scale
+class Gathered(Averaging):
+    def reduce_bucket(self, bucket):
+        def reduce():
+            bucket.flat.copy_(self.scale * bucket.comm.all_gather(bucket.flat[None]).sum(0))
 
-    def means(self, tensors):
-        size = self.comm.size
-        return {key: self.scale * self.comm.all_gather(x[None]).mean(0) for key, x in tensors.items()}
+        return bucket.comm.custom("gathered", reduce, async_op=True)
 
-    def state(self):
-        return {}
-
-    def load(self, state):
-        pass
-
-
-class GatheredAveraging(Plain):
-    def compressor(self, config):
-        return partial(GatheredMean, scale=config.options["compress"].scale)
-
-
-GATHERED = GatheredAveraging()
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = config.options["compress"].scale
 """
 COMMAND = '''
 from dataclasses import dataclass
@@ -276,5 +261,5 @@ def test_an_extra_whose_work_cannot_be_imported_is_one_line(packages, minipar_wi
     code, out, err = minipar_with("train", "--compress", "gathered", "--dp", "2", "--out", "run")
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert (
-        "compress='gathered' is stranger.averaging:GATHERED, which cannot be imported: ModuleNotFound" in err
+        "compress='gathered' is stranger.averaging:Gathered, which cannot be imported: ModuleNotFound" in err
     )

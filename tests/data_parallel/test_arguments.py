@@ -35,7 +35,7 @@ OPTIONS = {
 }
 OF_DDP = {
     "buffers": (lambda r: {"broadcast_buffers": r == 0}, "broadcast_buffers is True .*False"),
-    "compress": (lambda r: {"compress": [None, print][r]}, "compressed is False .*True"),
+    "reduction": (lambda r: {"reduce_bucket": [None, print][r]}, "reduce_bucket is False .*True"),
 }
 OF_ZERO = {
     "stage": (lambda r: {"stage": 1 + r}, "stage is 1 on rank 0, and 2 on rank 1"),

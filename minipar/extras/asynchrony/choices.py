@@ -19,6 +19,9 @@ class DelayedOptions:
 class Delayed(Averaging):
     """Gradients that are applied `delay` steps later. Every mesh has the numbers of one process with the same delay."""
 
+    begins_anew = True
+    kept = ("delay",)
+
     def check(self, config: Any) -> None:
         of, delay = f"compress={config.compress}", config.options["compress"].delay
         if delay < 0:
@@ -36,20 +39,9 @@ class Delayed(Averaging):
                 "offload=none"
             )
 
-    def begins_after(self, stored: str) -> bool:
-        return stored == "none"
-
-    def require_resumable(self, config: Any, stored: dict[str, Any], of: str) -> None:
-        super().require_resumable(config, stored, of)
-        if stored.get("compress", "none") == "none":
-            return
-        now, then = config.options["compress"].delay, stored["options"]["compress"]["delay"]
-        if now != then:
-            raise ValueError(
-                f"compress.delay={now}, but {of} with compress.delay={then}, and so many gradients are waiting; use that"
-            )
-
 
 DELAYED = Delayed(
-    "minipar.extras.asynchrony.delayed:DELAYED", "full gradients, applied some steps later", DelayedOptions
+    "minipar.extras.asynchrony.delayed:DelayedAveraging",
+    "full gradients, applied some steps later",
+    DelayedOptions,
 )

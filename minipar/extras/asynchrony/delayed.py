@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minipar.data_parallel.arguments import ParamGroup
+from minipar.data_parallel.arguments import CommOf, ParamGroup
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.mesh import Placement, placement_of
-from minipar.train.averaging import CommOf, Plain
+from minipar.train.averaging import Averaging
 from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import Group
 
@@ -98,23 +98,26 @@ def largest_stable_rate(delay: int) -> float:
     return math.sin(math.pi / (4 * delay + 2))
 
 
-class DelayedAveraging(Plain):
-    """The `GradientAveraging` whose optimizer applies plain averages of gradients later."""
+class DelayedAveraging(Averaging):
+    """Plain averages of gradients, which an optimizer of its own applies later."""
+
+    def __init__(self, config: TrainConfig):
+        super().__init__(config)
+        self.delay: int = config.options["compress"].delay
 
     def make_optimizer(
-        self, config: TrainConfig, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf,
-        **options: Any,
-    ) -> OptimizerInterface | None:  # fmt: skip
-        return DelayedOptimizer(optimizer_cls(groups, **options), config.options["compress"].delay)
+        self, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf, **options: Any
+    ) -> OptimizerInterface:
+        return DelayedOptimizer(optimizer_cls(groups, **options), self.delay)
 
-    def in_one_process(self, config: TrainConfig, optimizer: Optimizer) -> Any:
-        return DelayedInOneProcess(optimizer, config.options["compress"].delay)
+    def in_one_process(self, optimizer: Optimizer) -> DelayedInOneProcess:
+        return DelayedInOneProcess(optimizer, self.delay)
 
-    def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterable[StoredPart]:
+    def stored_parts(self, state: RankState) -> Iterator[StoredPart]:
         return _waiting_parts(state.optimizer)
 
     @torch.no_grad()
-    def restore(self, state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
+    def restore(self, state: RankState, checkpoint: Checkpoint) -> None:
         """Load the gradients that wait, on any mesh; none of a run without delay."""
         optimizer = state.optimizer
         assert isinstance(optimizer, DelayedOptimizer)
@@ -142,6 +145,3 @@ def _waiting_parts(optimizer: OptimizerInterface) -> Iterator[StoredPart]:
 def _waiting(number: int, placement: Placement) -> Placement:
     name = placement.tied_to or placement.name
     return replace(placement, name=f"waiting gradient {number} of {name}", tied_to=None)
-
-
-DELAYED = DelayedAveraging()

@@ -3,6 +3,7 @@
 codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k, random-k
 error_feedback.py      adds a codec's error to the next vector
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
+compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimizer and FSDP
 piece_residuals.py     the residuals of ZeRO-2 and -3, where each rank gets the mean of its own pieces only
 compressed_mean.py     the mean over ranks, in two compressed phases
 two_level.py           a mean that is uncompressed inside a node and compressed across nodes
@@ -17,16 +18,18 @@ zero_one_adam.py       0/1 Adam: updates the variance less and less often, and s
 onebit_lamb.py         1-bit LAMB: takes each layer's scale from the warm-up
 one_process.py         computes the same averages in one process, for `minipar verify`
 run_state.py           the compression of a run, and its state in checkpoints
+lossy_reference.py     compares each step of a run with one process, for `minipar verify`
 choices.py             the methods of --compress, and which configurations they refuse
 local_sgd.py           local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise
 
 The way from the flag `--compress sign` to the bits:
 
-    choices.py          SIGN is found by its entry point "compress.sign" in pyproject.toml
-    run_state.py        `minipar.train.parallelize` passes COMPRESSED.compressor(config) to DDP or ZeroOptimizer
-    selective.py        averages vectors uncompressed, and passes matrices on
-    compressed_mean.py  averages them by an all-to-all and an all-gather of encoded vectors
-    codecs.py           Sign encodes a vector in one bit per element
+    choices.py             SIGN is found by its entry point "compress.sign" in pyproject.toml
+    run_state.py           `minipar.train.parallelize` makes `Compressed(config)`, and passes its `reduce_bucket` to DDP
+    compressed_buckets.py  passes the gradients of a bucket to the compressor of its Comm
+    selective.py           averages vectors uncompressed, and passes matrices on
+    compressed_mean.py     averages them by an all-to-all and an all-gather of encoded vectors
+    codecs.py              Sign encodes a vector in one bit per element
 """
 
 import lazy_loader
@@ -35,13 +38,14 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "compressed_mean": ["CompressedMean"],
+        "compressed_buckets": ["CompressedBuckets", "own_gradients"],
         "codecs": ["CODECS", "Float8", "Int8", "RandomK", "Sign", "TopK", "make_codec"],
         "error_feedback": ["ErrorFeedback"],
         "local_sgd": ["DiLoCo"],
         "momentum_optimizer": ["MomentumOptimizer"],
         "onebit_adam": ["OneBitAdam"],
         "onebit_lamb": ["OneBitLamb"],
-        "plain_mean": ["OwnGradients", "PlainMean"],
+        "plain_mean": ["PlainMean"],
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
         "sketch": ["Sketch"],

@@ -87,8 +87,7 @@ class Method(Averaging):
     replaces   the value of `optimizer` that the method requires; "" for any
     """
 
-    implementation = "minipar.extras.compress.run_state:COMPRESSED"
-    depends_on_mesh = True
+    implementation = "minipar.extras.compress.run_state:Compressed"
 
     def __init__(
         self,
@@ -99,11 +98,11 @@ class Method(Averaging):
     ):
         super().__init__(help=help, options=options)
         self.averages, self.replaces = averages, replaces
-
-    @property
-    def steps_locally(self) -> bool:
-        """True if replicas take local steps, so that their weights differ until they next synchronise."""
-        return self.options in (ZeroOneOptions, LocalOptions)
+        self.steps_locally = options in (ZeroOneOptions, LocalOptions)
+        self.begins_anew = averages == "gradient"
+        self.kept = tuple(name for name in ("node_size", "rank", "feedback") if hasattr(options, name))
+        if options is PowerSGDOptions:
+            self.kept += ("tp",)
 
     def check(self, config: Any) -> None:
         own = config.options["compress"]
@@ -184,31 +183,6 @@ class Method(Averaging):
         if node_size is not None:
             ranks = _ranks_of_a_parameter(config) // config.ep
             require_divides("compress.node_size", node_size, "the ranks of a parameter (dp*cp/ep)", ranks)
-
-    def begins_after(self, stored: str) -> bool:
-        return stored == "none" and self.averages == "gradient"
-
-    def require_resumable(self, config: Any, stored: dict[str, Any], of: str) -> None:
-        super().require_resumable(config, stored, of)
-        before = stored.get("compress", "none")
-        if before == "none":
-            return
-        then, now = stored["options"]["compress"], vars(config.options["compress"])
-        then = {"feedback": True} | then  # older versions had no such option, and always used error feedback
-        kept = ("node_size", "rank", "feedback")
-        fixed = {f"compress.{name}": (now[name], then[name]) for name in kept if name in now}
-        if before == "powersgd":
-            fixed["tp"] = config.tp, stored.get("tp")
-        for name, (value, stored_value) in fixed.items():
-            if value != stored_value:
-                raise ValueError(
-                    f"{name}={value}, but {of} with {name}={stored_value}, and the residuals and factors of "
-                    f"compress={before} belong to that; use it"
-                )
-
-    @property
-    def averages_gradients(self) -> bool:
-        return self.averages == "gradient"
 
     def plain_steps(self, config: Any) -> int:
         """Return the number of first steps whose gradients the trainer averages uncompressed.

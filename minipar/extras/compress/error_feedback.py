@@ -34,9 +34,3 @@ class ErrorFeedback:
             if held is not None:
                 self.residuals[key][held:] = 0
         return payload
-
-    def state_dict(self) -> dict[str, dict[object, Tensor]]:
-        return {"residuals": dict(self.residuals)}
-
-    def load_state_dict(self, state: dict[str, dict[object, Tensor]]) -> None:
-        self.residuals = dict(state["residuals"])

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from minipar.comm import Comm
-from minipar.data_parallel.arguments import CommOf, ParamGroup, function_of_parameter
-from minipar.data_parallel.compressors import Compressors
+from minipar.data_parallel.arguments import CommOf, ParamGroup
+from minipar.extras.compress.compressed_buckets import Averages
 from minipar.extras.compress.plain_mean import PlainMean
 from minipar.support.errors import require_positive
 
@@ -46,7 +46,7 @@ class DiLoCo:
         self.outer_lr, self.momentum = outer_lr, momentum
         self.warmup, self.reduces_warmup = warmup, reduces_warmup
         self.num_steps = 0
-        self.plain = Compressors(PlainMean, function_of_parameter(comm))
+        self.plain = Averages(PlainMean, comm)
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.agreed = [p.detach().clone() for p in self.params]
         self.velocity = [torch.zeros_like(x) for x in self.agreed] if momentum else []

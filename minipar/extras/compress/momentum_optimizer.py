@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from minipar.comm import Comm
-from minipar.data_parallel.arguments import CommOf, ParamGroup, function_of_parameter
-from minipar.data_parallel.compressors import Compressor, Compressors
+from minipar.data_parallel.arguments import CommOf, ParamGroup
 from minipar.extras.compress.codecs import Sign, require_finite
+from minipar.extras.compress.compressed_buckets import Averages
 from minipar.extras.compress.compressed_mean import CompressedMean
-from minipar.extras.compress.plain_mean import PlainMean, Tensors
+from minipar.extras.compress.plain_mean import Compressor, PlainMean, Tensors
 from minipar.mesh import placement_of
 
 Pairs = list[tuple[ParamGroup, Tensor]]
@@ -39,13 +39,9 @@ class MomentumOptimizer(torch.optim.Optimizer):
     ):  # fmt: skip
         super().__init__(params, defaults)
         self.warmup, self.reduces_warmup = warmup, reduces_warmup
-        comm_of = function_of_parameter(comm)
         signs = partial(CompressedMean, codec=Sign(), error_feedback=error_feedback)
-        self.compressors = Compressors(compress or signs, comm_of)
-        self.compressors.keys += [
-            p for group in self.param_groups for p in group["params"] if p.requires_grad
-        ]
-        self.plain = Compressors(PlainMean, comm_of)
+        self.compressors = Averages(compress or signs, comm)
+        self.plain = Averages(PlainMean, comm)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

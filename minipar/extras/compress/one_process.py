@@ -17,7 +17,25 @@ from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.plain_mean import widened
 from minipar.extras.compress.sketch import Sketch, num_cells
 from minipar.extras.compress.threshold import Choose
-from minipar.train.averaging import Average
+from minipar.mesh import Placement
+
+
+class Average(NamedTuple):
+    """One rank's record of one averaging: the tensors that this rank gave, and the means that all `ranks` got.
+
+    comm           the name of the Comm: experts may have one of their own with the same ranks
+    is_compressed  False for a plain mean
+    cuts           None, or for each rank the ranges (from, to) of the flattened tensors whose mean only that rank got
+    """
+
+    comm: str
+    ranks: tuple[int, ...]
+    is_compressed: bool
+    placements: list[Placement]
+    given: list[Tensor]
+    got: list[Tensor]
+    cuts: list[list[tuple[int, int]]] | None = None
+
 
 IsCompressed = Callable[[Average, int], bool]
 

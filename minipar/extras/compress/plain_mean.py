@@ -1,24 +1,22 @@
-"""The interface of a compressor, and two compressors that do not compress: the plain mean, and no mean at all."""
+"""The interface of a compressor, and one that does not compress: the plain mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.data_parallel.compressors import Compressor
 
 Tensors = Mapping[Any, Tensor]  # by key, such as a parameter
 Means = dict[Any, Tensor]
 State = dict[Any, dict[str, Tensor]]  # by key and name
 
 
-@runtime_checkable
-class StatefulCompressor(Compressor, Protocol):
-    """A compressor with a state for checkpoints.
+class Compressor(Protocol):
+    """Averages tensors over the ranks of one Comm, sending fewer bytes than an all-reduce.
 
     means   returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the same
             keys in the same order, in every step, because a tensor's residual is found by its key
@@ -27,11 +25,28 @@ class StatefulCompressor(Compressor, Protocol):
     load    loads a state; must be called before the first `means`
     """
 
-    def means(self, tensors: Tensors) -> Means: ...
+    def means(self, tensors: Tensors, /) -> Means: ...
 
     def state(self) -> State: ...
 
-    def load(self, state: State) -> None: ...
+    def load(self, state: State, /) -> None: ...
+
+
+class ScatteringCompressor(Compressor, Protocol):
+    """A compressor that can also replace a reduce-scatter: each rank gets only its own part of the means.
+
+    scatters         True
+    scattered_means  for each rank, {key: the flat piece of its tensor that the rank keeps} -> this rank's pieces of the
+                     means. A tensor is cut wherever a rank's chunk ends; then several ranks have a piece of it
+    """
+
+    scatters: bool
+
+    def scattered_means(self, parts: Sequence[Tensors], /) -> Means: ...
+
+
+def can_scatter(compressor: Compressor) -> TypeGuard[ScatteringCompressor]:
+    return bool(getattr(compressor, "scatters", False))
 
 
 class PlainMean:
@@ -61,24 +76,6 @@ class PlainMean:
         flat = torch.cat([widened(x) for x in pieces])
         mean = self.comm.reduce_scatter(flat, "mean", sizes, self.algorithm)
         return unfused(mean, parts[self.comm.rank])
-
-    def state(self) -> State:
-        return {}
-
-    def load(self, state: State) -> None:
-        """Do nothing: there is no state."""
-
-
-class OwnGradients:
-    """No mean: each rank keeps its own gradients, since the optimizer averages momenta or weights instead."""
-
-    sends_nothing = True
-
-    def __init__(self, comm: Comm):
-        self.comm = comm
-
-    def means(self, tensors: Tensors) -> Means:
-        return dict(tensors)
 
     def state(self) -> State:
         return {}

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count, takewhile
+from importlib import import_module
+from itertools import chain, count, takewhile
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +21,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from minipar.comm import Comm
-from minipar.data_parallel.compressors import Compressors
+from minipar.comm.transport.stream import Pending
+from minipar.data_parallel.arguments import CommOf
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
+from minipar.data_parallel.reductions import ReduceBucket, Reduction, reduce_plainly
+from minipar.expert import gradient_comm
 from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
+from minipar.extras.compress.compressed_buckets import CompressedBuckets, Compressors, own_gradients
 from minipar.extras.compress.compressed_mean import CompressedMean
 from minipar.extras.compress.local_sgd import DiLoCo
-from minipar.extras.compress.one_process import OneProcessMeans, Sketched
+from minipar.extras.compress.one_process import Average, OneProcessMeans, Sketched
 from minipar.extras.compress.onebit_adam import OneBitAdam
 from minipar.extras.compress.onebit_lamb import OneBitLamb
-from minipar.extras.compress.plain_mean import OwnGradients, State, StatefulCompressor
+from minipar.extras.compress.plain_mean import Compressor, State
 from minipar.extras.compress.power_sgd import PowerSGD
 from minipar.extras.compress.selective import Selective
 from minipar.extras.compress.sketched_mean import SketchedMean
@@ -35,7 +41,7 @@ from minipar.extras.compress.threshold import choose_by
 from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
-from minipar.train.averaging import Average, CommOf, Means, Plain
+from minipar.train.averaging import Averaging
 from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import BETAS, Group
 
@@ -44,7 +50,7 @@ if TYPE_CHECKING:
     from minipar.train.checkpoint.restore import Checkpoint
     from minipar.train.parallelize import RankState
 
-MakeCompressor = Callable[[Comm], StatefulCompressor]
+MakeCompressor = Callable[[Comm], Compressor]
 
 KIND = "compression"  # names these tensors in a checkpoint, which stores tensors by kind
 # Number of elements that share a scale: few, so that the embeddings of rare words, which have small gradients, get small
@@ -60,64 +66,108 @@ CODEC_OF: dict[str, Codec] = {
 # Compressors -----------------------------------------------------------------------------------------------------------
 
 
-class Compressed(Plain):
-    """The `GradientAveraging` that uses the compression method named in the run's configuration."""
+class Compressed(Averaging):
+    """Averages by the method of `--compress` that the run's configuration names.
 
-    def compressor(self, config: TrainConfig) -> MakeCompressor:
-        """Return a function that makes the compressor with which DDP, ZeroOptimizer or FSDP averages gradients.
+    compressors  those of buckets or, if the method averages momenta instead, of its optimizer
+    plain        what its optimizer averages with uncompressed
+    """
 
-        The compressor averages nothing if the method averages momenta or weights instead.
-        """
-        if config.choice("compress").averages != "gradient":
-            return OwnGradients
-        chosen = _in_feed_forward if config.compress == "tagc" else _is_compressed
-        return partial(Selective, compress=_vector_compressor(config), select=chosen)
+    def __init__(self, config: TrainConfig):
+        super().__init__(config)
+        self._is_warm = True
+        self.compressors: list[Compressors] = []
+        self.plain: list[Compressors] = []
+        self._reduce: ReduceBucket = own_gradients
+        self.reduce_bucket = self._reduce_bucket
+        if config.choice("compress").averages == "gradient":
+            chosen = _in_feed_forward if config.compress == "tagc" else _is_compressed
+            make = partial(Selective, compress=_vector_compressor(config), select=chosen)
+            self._reduce = buckets = CompressedBuckets(make, scatters=config.zero > 1)
+            self.compressors.append(buckets)
+
+    def _reduce_bucket(self, reduction: Reduction) -> Pending:
+        return reduce_plainly(reduction) if self._is_warm else self._reduce(reduction)
+
+    def begin_step(self, step: int) -> None:
+        """Switch compression on once the warm-up is over; at once for 0/1 Adam, which handles its warm-up itself."""
+        self._is_warm = step < self.config.choice("compress").plain_steps(self.config)
 
     def make_optimizer(
-        self,
-        config: TrainConfig,
-        groups: list[Group],
-        optimizer_cls: type[Optimizer],
-        comm_of: CommOf,
-        **options: Any,
+        self, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf, **options: Any
     ) -> OptimizerInterface | None:
         """Return the optimizer of a method that averages momenta or weights; None for other methods.
 
         optimizer_cls, options  the optimizer that takes the local steps between two averages of weights
         """
-        return _make_own_optimizer(config, groups, optimizer_cls, comm_of, **options)
+        config = self.config
+        averages, own = config.choice("compress").averages, config.options["compress"]
+        if averages == "gradient":
+            return None
+        if averages == "weights":
+            outer = {"outer_lr": 1.0, "momentum": 0.0} if config.compress == "local-sgd" else {}
+            inner = optimizer_cls(groups, **options)
+            diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False, **outer)
+            self.plain.append(diloco.plain)
+            return LocalOptimizer(diloco)
+        compress = partial(Selective, compress=_vector_compressor(config), select=_is_compressed)
+        cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
+        if cls is None:
+            cls = partial(ZeroOneAdam, every=own.every)
+        optimizer = cls(
+            groups, comm_of, own.warmup, compress=compress, reduces_warmup=False, lr=config.lr, betas=BETAS
+        )
+        self.compressors.append(optimizer.compressors)
+        self.plain.append(optimizer.plain)
+        return TorchOptimizerAdapter(optimizer)
 
-    def begin_step(self, config: TrainConfig, state: RankState, step: int) -> None:
-        """Switch compression on once the warm-up is over; at once for 0/1 Adam, which handles its warm-up itself."""
-        is_on = step >= config.choice("compress").plain_steps(config)
-        for compressors in state.compressors:
-            compressors.on = is_on
+    # Checkpoints
 
-    def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]:
-        """Return the compressors of an optimizer that does the averaging itself, and whether each compresses."""
-        own = getattr(optimizer, "optimizer", None)
-        found = ((getattr(own, name, None), name == "compressors") for name in ("compressors", "plain"))
-        return [(one, compresses) for one, compresses in found if isinstance(one, Compressors)]
+    def stored_parts(self, state: RankState) -> Iterator[StoredPart]:
+        for comm, compressor in chain.from_iterable(own.by_comm.items() for own in self.compressors):
+            for param, tensors in compressor.state().items():
+                for name, x in tensors.items():
+                    yield StoredPart(KIND, _place(name, param, x, comm.rank), x)
+        if isinstance(state.optimizer, LocalOptimizer):
+            comm_of = gradient_comm(state.mesh)
+            for param, tensors in state.optimizer.own_states():
+                for name, x in tensors.items():
+                    yield StoredPart(KIND, _own(name, param, comm_of(param).rank), x)
 
-    def one_process(self, config: TrainConfig) -> Means:
-        """Return the function that computes, in one process, the means of recorded messages."""
-        own = config.options["compress"]
-        if config.compress == "powersgd":
-            return OneProcessMeans(_of_matrices, None, rank=own.rank)
-        select = _of_feed_forward if config.compress == "tagc" else _of_matrices
-        node_size = getattr(own, "node_size", None)
-        sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
-        codec = None if sends_weights else _sketched(config) or _codec(config)
-        return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
+    @torch.no_grad()
+    def restore(self, state: RankState, checkpoint: Checkpoint) -> None:
+        """Load the state that `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
+        comm_of = gradient_comm(state.mesh)
+        for compressors in self.compressors:
+            by_comm: dict[Comm, State] = {}
+            for param in chain.from_iterable(stage.parameters() for stage in state.stages):
+                key, comm = compressors.key(param), comm_of(param)
+                if comm.size > 1 and (found := _read_state(checkpoint, key, comm)):
+                    by_comm.setdefault(comm, {})[key] = found
+            for comm, states in by_comm.items():
+                compressors.of(comm).load(states)
+        if isinstance(state.optimizer, LocalOptimizer):
+            moments = ("exp_avg", "exp_avg_sq")
+            own: dict[Tensor, dict[str, Tensor]] = {
+                p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments})
+                for p in state.optimizer.outer.params
+            }
+            state.optimizer.resume(checkpoint.step, own)
 
-    def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
-        return _stored_parts(state, comm_of)
-
-    def restore(self, state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
-        _restore(state, checkpoint, comm_of)
+    def lossy_reference(self) -> ModuleType:
+        return import_module("minipar.extras.compress.lossy_reference")
 
 
-COMPRESSED = Compressed()
+def means_in_one_process(config: TrainConfig) -> OneProcessMeans:
+    """Return the function that computes, in one process, the means of recorded messages."""
+    own = config.options["compress"]
+    if config.compress == "powersgd":
+        return OneProcessMeans(_of_matrices, None, rank=own.rank)
+    select = _of_feed_forward if config.compress == "tagc" else _of_matrices
+    node_size = getattr(own, "node_size", None)
+    sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
+    codec = None if sends_weights else _sketched(config) or _codec(config)
+    return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
 
 
 def _vector_compressor(config: TrainConfig) -> MakeCompressor:
@@ -179,27 +229,6 @@ def _of_feed_forward(message: Average, i: int) -> bool:
 # Optimizers that average over ranks themselves ----------------------------------------------------------------------
 
 
-def _make_own_optimizer(
-    config: TrainConfig, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf, **options: Any
-) -> TorchOptimizerAdapter | None:
-    averages, own = config.choice("compress").averages, config.options["compress"]
-    if averages == "gradient":
-        return None
-    if averages == "weights":
-        outer = {"outer_lr": 1.0, "momentum": 0.0} if config.compress == "local-sgd" else {}
-        inner = optimizer_cls(groups, **options)
-        return LocalOptimizer(
-            DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False, **outer)
-        )
-    compress = partial(Selective, compress=_vector_compressor(config), select=_is_compressed)
-    cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
-    if cls is None:
-        cls = partial(ZeroOneAdam, every=own.every)
-    return TorchOptimizerAdapter(
-        cls(groups, comm_of, own.warmup, compress=compress, reduces_warmup=False, lr=config.lr, betas=BETAS)
-    )
-
-
 class LocalOptimizer(TorchOptimizerAdapter):
     """The `OptimizerInterface` of DiLoCo and local SGD. Ranks share the outer velocity; each has its own inner state."""
 
@@ -231,48 +260,7 @@ class LocalOptimizer(TorchOptimizerAdapter):
                 outer.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
 
 
-# Checkpoints --------------------------------------------------------------------------------------------------------
-
-
-def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
-    """Yield the parts of this rank's compression state. All ranks must call this."""
-    for compressors in _all_compressors(state):
-        for comm, compressor in compressors.by_comm.items():
-            assert isinstance(compressor, StatefulCompressor)
-            for param, tensors in compressor.state().items():
-                for name, x in tensors.items():
-                    yield StoredPart(KIND, _place(name, param, x, comm.rank), x)
-    if isinstance(state.optimizer, LocalOptimizer):
-        for param, tensors in state.optimizer.own_states():
-            for name, x in tensors.items():
-                yield StoredPart(KIND, _own(name, param, comm_of(param).rank), x)
-
-
-@torch.no_grad()
-def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
-    """Load the state that `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
-    for compressors in _all_compressors(state):
-        compressors.on = True
-        by_comm: dict[Comm, State] = {}
-        for key in compressors.keys:
-            if found := _read_state(checkpoint, key, comm_of(key)):
-                by_comm.setdefault(comm_of(key), {})[key] = found
-        for comm, states in by_comm.items():
-            compressor = compressors.of(comm)
-            if isinstance(compressor, StatefulCompressor):
-                compressor.load(states)
-    if isinstance(state.optimizer, LocalOptimizer):
-        moments = ("exp_avg", "exp_avg_sq")
-        own: dict[Tensor, dict[str, Tensor]] = {
-            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments})
-            for p in state.optimizer.outer.params
-        }
-        state.optimizer.resume(checkpoint.step, own)
-
-
-def _all_compressors(state: RankState) -> list[Compressors]:
-    own = getattr(getattr(state.optimizer, "optimizer", None), "compressors", None)
-    return state.compressors if own is None else [own]
+# Tensors in checkpoints ---------------------------------------------------------------------------------------------
 
 
 def _place(name: str, param: Tensor, x: Tensor, data_rank: int) -> Placement:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from minipar.comm import Comm
-from minipar.data_parallel.compressors import can_scatter
-from minipar.extras.compress.plain_mean import Means, PlainMean, State, StatefulCompressor, Tensors
+from minipar.extras.compress.plain_mean import Compressor, Means, PlainMean, State, Tensors, can_scatter
 
 
 class Selective:
@@ -26,14 +23,9 @@ class Selective:
     Source: layer-selective compression of TAGC, arXiv:2504.05638, as in its authors' code (ipolyakov/TAGC).
     """
 
-    def __init__(
-        self, comm: Comm, compress: Callable[[Comm], StatefulCompressor], select: Callable[[Any], bool]
-    ):
+    def __init__(self, comm: Comm, compress: Callable[[Comm], Compressor], select: Callable[[Any], bool]):
         self.comm, self.select = comm, select
         self.compressor, self.plain = compress(comm), PlainMean(comm)
-
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        return self.means({key: x})[key]
 
     def means(self, tensors: Tensors) -> Means:
         chosen = {key: x for key, x in tensors.items() if self.select(key)}
@@ -50,7 +42,7 @@ class Selective:
         assert can_scatter(self.compressor)
         chosen = [{key: x for key, x in part.items() if self.select(key)} for part in parts]
         others = [{key: x for key, x in part.items() if not self.select(key)} for part in parts]
-        found = dict(self.compressor.scattered_means(chosen)) | self.plain.scattered_means(others)
+        found = self.compressor.scattered_means(chosen) | self.plain.scattered_means(others)
         return {key: found[key] for key in parts[self.comm.rank]}
 
     def state(self) -> State:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.data_parallel.compressed_reductions import parts_by_rank
 from minipar.extras.compress.codecs import pack_bits, require_finite, unpack_bits
+from minipar.extras.compress.compressed_buckets import parts_by_rank
 from minipar.extras.compress.piece_residuals import PieceResiduals
 from minipar.extras.compress.plain_mean import Means, State, Tensors, fused, unfused
 from minipar.extras.compress.sketch import Sketch, num_cells

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from minipar.data_parallel.memory import Memory, OwnDevice
+from minipar.data_parallel.memory import Memory, RestingPlace
 from minipar.extras.offload.memories import Disk, Host
 from minipar.extras.offload.offloaded_optimizer import OffloadedOptimizer
 
 
-class OnHost(OwnDevice):
+class OnHost(RestingPlace):
     """Keep states in CPU memory."""
 
     def memory(self, folder: str | None = None) -> Memory:

@@ -101,8 +101,8 @@ class WholeParameterBucket(ShardedBucket):
         """Return the sizes of the ranks' chunks. A chunk starts at its first parameter; padding and flags come last."""
         end, sizes = len(self.flat), [0] * self.comm.size
         for param in reversed(self.params):
-            sizes[self._owners[param]] += end - self.starts[param]
-            end = self.starts[param]
+            sizes[self._owners[param]] += end - self.layout[param][0]
+            end = self.layout[param][0]
         return sizes
 
     def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class Elastic(Choice):
             raise ValueError(
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
             )
-        if config.choice("compress").depends_on_mesh:
+        if config.choice("compress").exact_steps(config) < config.steps:
             raise ValueError(
                 f"membership=elastic may go on with another mesh, and the losses of compress={config.compress} depend on "
                 "it; use compress=none"

@@ -111,23 +111,25 @@ def _spans(world: Any, setting: Setting) -> list[Span]:
     """Run STEPS steps after the warm-up on one rank; return their spans."""
     import torch
 
+    from minipar.comm.transport.stream import Pending
     from minipar.data_parallel import DDP
+    from minipar.data_parallel.reductions import Reduction
     from minipar.pipeline.emulate import EmulatedStage
     from minipar.train.data.prefetch import prefetch_batches
 
-    class SleepingLink:
-        """A compressor that compresses nothing, but simulates a slow link: it sleeps LINK_S for each layer's gradients."""
+    def sleeping_link(bucket: Reduction) -> Pending:
+        """Reduce a bucket on a slow link, simulated: sleep LINK_S for each layer's gradients."""
 
-        def __init__(self, comm: Any) -> None:
-            self.comm = comm
+        def reduce() -> None:
+            time.sleep(LINK_S * len(bucket.layout))
+            bucket.comm.all_reduce_(bucket.flat, bucket.op)
 
-        def means(self, tensors: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-            time.sleep(LINK_S * len(tensors))
-            return {key: self.comm.all_reduce(x) / self.comm.size for key, x in tensors.items()}
+        handle: Pending = bucket.comm.custom("slow_all_reduce", reduce, async_op=True)
+        return handle
 
     forward_s = FIXED_S + SAMPLE_S * SAMPLES / setting.microbatches
     layers = torch.nn.Sequential(*(EmulatedStage(forward_s, 2 * forward_s, 0) for _ in range(LAYERS)))
-    ddp = DDP(layers, world, bucket_mb=25.0 if setting.whole else 1e-6, compress=SleepingLink)
+    ddp = DDP(layers, world, bucket_mb=25.0 if setting.whole else 1e-6, reduce_bucket=sleeping_link)
     read_s = SLOW_READ_S if setting.slow_reader and world.rank == SLOW_RANK else READ_S
     trace = Trace()
     world.trace = trace

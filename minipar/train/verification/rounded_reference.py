@@ -11,11 +11,13 @@ error. So each step is compared separately:
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from minipar.config.train_config import TrainConfig
+from minipar.mesh import Placement, gather
 from minipar.model import Transformer, set_num_groups, update_balance_bias
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Batch, Text, batch_of
@@ -29,6 +31,7 @@ LIMIT = 4.0
 FLIPPED = 0.2
 
 Tensors = dict[str, torch.Tensor]
+Held = list[tuple[Placement, torch.Tensor]]  # a rank's parts of tensors
 
 
 class RoundedStep(NamedTuple):
@@ -44,6 +47,15 @@ class RoundedStep(NamedTuple):
     limits: dict[str, float]
     norm: float
     weights: Tensors
+
+
+def whole(held_by_rank: list[Held]) -> Tensors:
+    """Return the unsharded tensors by name. If several ranks hold the same part, the first rank's copy is used."""
+    parts: dict[str, Held] = {}
+    for placement, local in chain.from_iterable(held_by_rank):
+        if placement.tied_to is None:
+            parts.setdefault(placement.name, []).append((placement, local))
+    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
 
 
 def is_rounded(config: TrainConfig) -> bool:

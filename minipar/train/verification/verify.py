@@ -13,28 +13,24 @@ from minipar.comm import Comm
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.mesh import Mesh, placement_of
 from minipar.runtime.launch import run
-from minipar.train.averaging import Average
 from minipar.train.checkpoint.initial_weights import check_initial_weights, whole_model
 from minipar.train.data.text import Text, load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.reference import relative, train_in_one_process
 from minipar.train.step import train_step
-from minipar.train.verification.lossy_reference import (
-    Compared,
+from minipar.train.verification.provenance import place_in_recipe
+from minipar.train.verification.rounded_reference import (
+    TOLERANCE,
     Held,
-    LossyStep,
-    Replay,
-    is_lossy,
-    record_messages,
+    RoundedStep,
+    Tensors,
+    is_rounded,
+    replay_steps,
     whole,
 )
-from minipar.train.verification.provenance import place_in_recipe
-from minipar.train.verification.rounded_reference import TOLERANCE, RoundedStep, is_rounded, replay_steps
 
 UPDATE_TOLERANCE = 1e-5  # for float32 arithmetic on the same inputs
 
-
-Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 # Pairs: a tensor that has a placement, and the values to compare (None: nothing to compare).
 Values = Iterable[tuple[torch.Tensor, torch.Tensor | None]]
@@ -86,13 +82,13 @@ class Snapshot(NamedTuple, Generic[T]):
 class Observed(NamedTuple, Generic[T]):
     """One rank's snapshots (initial weights, gradients of each step, last weights), and its losses and gradient norms.
 
-    messages  for each step, the averages that compressors computed
+    messages  for each step, what the reference of a lossy run has recorded
     """
 
     snapshots: list[Snapshot[T]]
     losses: list[float]
     norms: list[float]
-    messages: list[list[Average]]
+    messages: list[list[Any]]
 
 
 def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Verification:
@@ -100,33 +96,40 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
 
     Compares every rank's part of every tensor with the same part of the one-process tensor: the initial weights; in each
     step the gradients, the loss and the gradient norm; the weights at the end. So the first row that differs shows what
-    went wrong first, and on which rank. For half precision, see `rounded_reference.py`; for lossy compression,
-    `lossy_reference.py`.
+    went wrong first, and on which rank. For half precision, see `rounded_reference.py`; a run with lossy averages is
+    compared by the reference that its `Averaging` has.
     The mesh runs on GPUs if `backend` is "nccl", or if it is "auto" and NCCL can serve this mesh; the one process runs on
     the CPU.
     Raises ValueError for a text that is unreadable, too short or outside the vocabulary, RankError if a rank fails.
     """
     config.require_local_ranks()
-    config.choice("compress").require_exact(config)
+    lossy = _lossy_reference(config)
     check_initial_weights(config)
     text, _ = load_data(config)
     seen = run(
         _observe_rank, config, text, world_size=config.world_size, backend=backend, timeout_s=config.timeout_s
     )
-    if is_lossy(config):
-        return Verification(config, _lossy_rows(config, text, seen))
+    if lossy is not None:
+        return Verification(config, lossy.lossy_rows(config, text, seen))
     if is_rounded(config):
         return Verification(config, _rounded_rows(config, text, seen))
     wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
     for i, (what, step, want) in enumerate(wanted):
-        rows.append(_tensor_row(config, what, [rank.snapshots[i].tensors for rank in seen], want, limit))
+        rows.append(tensor_row(config, what, [rank.snapshots[i].tensors for rank in seen], want, limit))
         if step is not None:
             of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
-            rows.append(_number_row(f"loss, step {step}", of_losses, losses[step], limit))
-            rows.append(_number_row(f"gradient norm, step {step}", of_norms, norms[step], limit))
+            rows.append(number_row(f"loss, step {step}", of_losses, losses[step], limit))
+            rows.append(number_row(f"gradient norm, step {step}", of_norms, norms[step], limit))
     return Verification(config, rows)
+
+
+def _lossy_reference(config: TrainConfig) -> Any:
+    """Return what compares the steps of a run whose averages are lossy; None if all its steps are exact."""
+    averaging = config.choice("compress")
+    exact = averaging.exact_steps(config) >= config.steps
+    return None if exact else averaging.load()(config).lossy_reference()
 
 
 def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held]:
@@ -134,7 +137,9 @@ def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held
     state = parallelize(config, mesh, world.device)
     seen: list[Snapshot[Held]] = []
     losses, norms, messages = [], [], []
-    recorded = record_messages(config, state) if is_lossy(config) else []
+    lossy = _lossy_reference(config)
+    recorded = [] if lossy is None else lossy.record_messages(state)
+    each_step = is_rounded(config) or lossy is not None
 
     def keep(what: str, step: int | None, values: Callable[[], Values]) -> None:
         held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
@@ -151,13 +156,13 @@ def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held
     for step in range(config.steps):
         observe = partial(keep, f"gradients, step {step}", step, gradients)
         metrics = train_step(world, state, config, text, step, observe)
-        if is_rounded(config) or is_lossy(config):
+        if each_step:
             keep(f"weights, step {step}", None, weights)
         messages.append(list(recorded))
         recorded.clear()
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    if not (is_rounded(config) or is_lossy(config)):
+    if not each_step:
         keep("weights at the end", None, weights)
     return Observed(seen, losses, norms, messages)
 
@@ -187,80 +192,30 @@ def _rounded_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -
     wanted = run(_replay_steps, config, text, weights[:-1], gradients, world_size=1)[0]
     model = whole_model(config)
     initial = {name: p.detach().to(config.torch_master_dtype) for name, p in model.named_parameters()}
-    rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    rows = [tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
     for step, want in enumerate(wanted):
         of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
-        rows.append(_number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
+        rows.append(number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
         if math.isfinite(want.norm):
             what = f"gradients, step {step}"
-            rows.append(_tensor_row(config, what, held[2 * step + 1], want.gradients, want.limits))
+            rows.append(tensor_row(config, what, held[2 * step + 1], want.gradients, want.limits))
             norms = f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE
-            rows.append(_number_row(*norms))
+            rows.append(number_row(*norms))
         else:  # the step was skipped
             overflowed = [float(not math.isfinite(norm)) for norm in of_norms]
             in_one = not all(x.isfinite().all() for x in want.gradients.values())
-            rows.append(_number_row(f"overflow, step {step}", overflowed, float(in_one), 0))
+            rows.append(number_row(f"overflow, step {step}", overflowed, float(in_one), 0))
         rows.append(
-            _tensor_row(config, f"weights, step {step}", held[2 * step + 2], want.weights, UPDATE_TOLERANCE)
+            tensor_row(config, f"weights, step {step}", held[2 * step + 2], want.weights, UPDATE_TOLERANCE)
         )
     return rows
-
-
-def _lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
-    """Compare each step of a run with compression with one process that starts from the run's own weights."""
-    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
-    messages = [[rank.messages[step] for rank in seen] for step in range(config.steps)]
-    steps = run(_replay_lossy_steps, config, text, held[0::2], held[1::2], messages, world_size=1)[0]
-    initial = {n: p.detach().to(config.torch_master_dtype) for n, p in whole_model(config).named_parameters()}
-    rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
-    # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
-    unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
-    for step, want in enumerate(steps):
-        losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
-        rows.append(_number_row(f"loss, step {step}", losses, want.loss, want.limits["loss"]))
-        rows.append(_parts_row(config, f"gradients, step {step}", want.gradients, want.limits))
-        rows.append(_number_row(f"gradient norm, step {step}", norms, want.norm, UPDATE_TOLERANCE))
-        if want.averages:
-            rows.append(_parts_row(config, f"averages, step {step}", want.averages, unit))
-        rows.append(_parts_row(config, f"weights, step {step}", want.weights))
-    return rows
-
-
-def _replay_lossy_steps(
-    world: Comm,
-    config: TrainConfig,
-    text: Text,
-    weights: list[list[Held]],
-    gradients: list[list[Held]],
-    messages: list[list[list[Average]]],
-) -> list[LossyStep]:
-    replay = Replay(config, text, weights[0], messages)
-    return [
-        replay.step(step, weights[step], weights[step + 1], gradients[step], messages[step])
-        for step in range(config.steps)
-    ]
-
-
-def _parts_row(
-    config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
-) -> Row:
-    """Compare parts with the same parts in one process. `limit` is one number, or one number per tensor name."""
-    worst, where, equal = (-1.0, "", 0), None, True
-    for rank, placement, got, want in found:
-        name = placement.tied_to or placement.name
-        apart = (got - want).abs().max().item() if got.numel() else 0.0
-        apart = relative(apart, want.abs().max().item() if want.numel() else 0.0)
-        equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
-        if (apart, name, rank) > worst:
-            worst, where = (apart, name, rank), placement
-    return Row(what, len(found), *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
 
 
 def _replay_steps(world: Comm, *args: Any) -> list[RoundedStep]:
     return replay_steps(*args)
 
 
-def _tensor_row(
+def tensor_row(
     config: TrainConfig, what: str, held_by_rank: list[Held], want: Tensors, limit: float | dict[str, float]
 ) -> Row:
     """Compare every rank's parts with those of one process's tensors. `limit` is one number, or one per tensor name."""
@@ -280,7 +235,7 @@ def _tensor_row(
     return Row(what, count, *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
 
 
-def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
+def number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
     apart = [relative(abs(got - want), abs(want)) for got in by_rank]
     rank = max(range(len(apart)), key=apart.__getitem__)
     return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)

@@ -177,7 +177,7 @@ def test_a_resumed_run_applies_what_waited_on_any_mesh(at, tmp_path):
         other = config.choosing(**mesh, resume=tmp_path / "whole", out=tmp_path / str(len(mesh)))
         assert losses_of(other) == pytest.approx(whole[at:], rel=1e-10)
     for change, words in (
-        (("delayed", {"delay": 1}), "compress.delay=1, but .* with compress.delay=2, and so many gradients"),
+        (("delayed", {"delay": 1}), "compress.delay=1, but .* with compress.delay=2, and the state"),
         ("none", "compress=none, but .* with compress=delayed"),
     ):
         with pytest.raises(ValueError, match=words):

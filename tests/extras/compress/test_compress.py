@@ -13,6 +13,7 @@ import minipar
 from minipar.data_parallel import FSDP
 from minipar.extras.compress import (
     CODECS,
+    CompressedBuckets,
     CompressedMean,
     DiLoCo,
     ErrorFeedback,
@@ -440,8 +441,9 @@ def test_an_unknown_codec_is_refused_with_the_nearest():
 
 def by_ddp(world, compress, reduce, steps):
     model = net()
+    buckets = None if compress is None else CompressedBuckets(compress)
     ddp = minipar.DDP(
-        model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce=reduce, compress=compress
+        model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce=reduce, reduce_bucket=buckets
     )
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1 if reduce == "mean" else 0.1 / world.size)
     world.traffic.reset()
@@ -454,7 +456,7 @@ def by_ddp(world, compress, reduce, steps):
         [p.detach() for p in model.parameters()],
         loss_of(model, 9, 0).item(),
         sent,
-        len(ddp.compressors.by_comm),
+        buckets and len(buckets.by_comm),
     )
 
 
@@ -480,15 +482,19 @@ def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
     assert ranks[0][2] < 0.8 * plain[0][2]
 
 
-def test_fsdp_refuses_whole_gradients_and_second_reductions():
-    def refused(world):
+def test_fsdp_refuses_second_reductions_and_averages_whole_gradients():
+    def whole(world):
         with pytest.raises(
-            ValueError, match="compress replaces one reduction, and replicas add a second one"
+            ValueError, match="reduce_bucket replaces one reduction, and replicas add a second"
         ):
-            FSDP(net(), world, replicas=world, compress=partial(CompressedMean, codec=Sign()))
-        model = FSDP(net(), world, compress=partial(PowerSGD, rank=1))
-        with pytest.raises(ValueError, match="PowerSGD needs whole gradients, and a rank keeps the mean"):
+            FSDP(net(), world, replicas=world, reduce_bucket=CompressedBuckets(partial(PowerSGD, rank=1)))
+        grads = []
+        for make in (partial(PowerSGD, rank=16), partial(CompressedMean, codec=TopK(1.0)), None):
+            model = FSDP(net(), world, reduce_bucket=make and CompressedBuckets(make))
             loss_of(model, world.rank, 0).backward()
-        return True
+            grads.append([p.grad for p in model.parameters()])
+        return grads
 
-    assert all(minipar.run(refused, world_size=2))
+    for *compressed, plain in minipar.run(whole, world_size=2):
+        for grads in compressed:
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(grads, plain))

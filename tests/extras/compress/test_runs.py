@@ -9,11 +9,11 @@ import minipar
 from minipar.config.choices import AVERAGINGS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data_parallel.compressed_reductions import parts_by_rank
-from minipar.expert import gradient_comm
 from minipar.extras.compress import CompressedMean, Sign, run_state
 from minipar.extras.compress.choices import Method
-from minipar.extras.compress.run_state import COMPRESSED, KIND
+from minipar.extras.compress.compressed_buckets import parts_by_rank
+from minipar.extras.compress.lossy_reference import lossy_rows
+from minipar.extras.compress.run_state import KIND, Compressed, means_in_one_process
 from minipar.mesh import Mesh, placement_of
 from minipar.train import train
 from minipar.train.checkpoint.initial_weights import whole_model
@@ -21,7 +21,7 @@ from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.verification.verify import _lossy_rows, _observe_rank, table, verify
+from minipar.train.verification.verify import _observe_rank, table, verify
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16)
 BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=6, warmup=2, verify_steps=0, trace_steps=0)
@@ -105,23 +105,25 @@ def scattered_run(world, config, text):
     """Bytes that a rank sent to reduce a step's gradients, their formula, and the bytes of the residuals that it holds."""
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     train_step(world, state, config, text, 0)
-    (comm,) = state.compressors[0].by_comm
+    (buckets,) = state.averaging.compressors
+    (comm,) = buckets.by_comm
     comm.traffic.reset()
     train_step(world, state, config, text, 1)
-    (selective,) = state.compressors[0].by_comm.values()
+    (selective,) = buckets.by_comm.values()
     formula = 0
     if config.zero == 2:
-        buffers = [(bucket.bucket.layout(), len(bucket.flat)) for bucket in state.optimizer.buckets]
+        buffers = [(bucket.layout, len(bucket.flat)) for bucket in state.optimizer.buckets]
     else:
         buffers = [
-            (flat.layout(), flat.size)
+            (flat.layout, flat.size)
             for stage in state.pipeline.stages.values()
             for flat in stage.module.flats
         ]
     for layout, length in buffers:
         parts = parts_by_rank(torch.empty(length), layout, [length // comm.size] * comm.size)
-        chosen = [sum(x.numel() for p, x in part.items() if p.dim() > 1) for part in parts]
-        others = [sum(x.numel() for p, x in part.items() if p.dim() == 1) for part in parts]
+        dims = {p: len(placement_of(p).length) for p in layout}
+        chosen = [sum(x.numel() for p, x in part.items() if dims[p] > 1) for part in parts]
+        others = [sum(x.numel() for p, x in part.items() if dims[p] == 1) for part in parts]
         formula += selective.compressor.scattered_bytes(chosen)
         formula += sum(4 * n for r, n in enumerate(others) if r != comm.rank)
     residuals = sum(x.nbytes for x in selective.compressor.worker.residuals.values())
@@ -178,7 +180,7 @@ def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero, fault):
 
     config = config_of("int8", dp=2, zero=zero, steps=2, dtype="float64", batch_size=2)
     text = load_data(config)[0]
-    rows = _lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
+    rows = lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
     assert next((row.what for row in rows if not row.equal), None) == FAULTS[fault]
 
 
@@ -187,6 +189,13 @@ def test_zero_1_of_a_run_has_the_losses_of_zero_0():
     (sign0, sign1, power0, power1) = minipar.run(run_all, configs, load_data(BASE)[0], world_size=2)[0]
     assert sign0[0] == pytest.approx(sign1[0], rel=1e-6)
     assert power0[0] == pytest.approx(power1[0], rel=1e-6)
+
+
+def test_a_warm_up_is_uncompressed_to_the_bit():
+    configs = [replace(BASE, dp=2), config_of("sign", {"warmup": BASE.steps}, dp=2)]
+    (plain, warm) = minipar.run(run_all, configs, load_data(BASE)[0], world_size=2)[0]
+    assert plain[0] == warm[0]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain[1], warm[1]))
 
 
 EXPERTS = replace(SMALL, num_experts=4, top_k=2, group_tokens=4)
@@ -252,11 +261,11 @@ def test_each_part_of_a_lossy_step_is_compared():
         "averages, step 1": message.got[0],
         "weights, step 1": seen[1].snapshots[4].tensors[0][1],
     }
-    assert all(row.equal for row in _lossy_rows(config, text, seen))
+    assert all(row.equal for row in lossy_rows(config, text, seen))
     for want, tensor in (*places.items(), ("averages, step 1", message.given[0])):
         kept = tensor.clone()
         tensor.mul_(1.01)
-        assert next(row.what for row in _lossy_rows(config, text, seen) if not row.equal) == want
+        assert next(row.what for row in lossy_rows(config, text, seen) if not row.equal) == want
         tensor.copy_(kept)
 
 
@@ -317,7 +326,7 @@ def test_residuals_in_a_checkpoint_are_all_that_was_not_sent(tmp_path):
         state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
         for step in range(3):
             train_step(world, state, config, text, step)
-        return list(COMPRESSED.stored_parts(state, gradient_comm(state.mesh)))
+        return list(state.averaging.stored_parts(state))
 
     parts = [part for own in minipar.run(rank, config, load_data(config)[0], world_size=2) for part in own]
     assert len(parts) == 2 * 2 * 16, "two ranks, two residuals of 16 matrices: 7 a layer, embedding and head"
@@ -403,7 +412,7 @@ def test_exact_steps_are_compared_and_no_others():
 
 def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch):
     monkeypatch.delitem(run_state.CODEC_OF, "int8")
-    for of in (COMPRESSED.compressor, COMPRESSED.one_process):
+    for of in (Compressed, means_in_one_process):
         with pytest.raises(
             ValueError, match="compress=int8 has no codec; give it one in CODEC_OF of minipar.extras"
         ):

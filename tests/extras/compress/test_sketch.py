@@ -13,10 +13,11 @@ from minipar.config.train_config import TrainConfig
 from minipar.extras.compress import Sketch, SketchedMean
 from minipar.extras.compress import sketched_mean as module
 from minipar.extras.compress.choices import LOAD
+from minipar.extras.compress.lossy_reference import lossy_rows
 from minipar.extras.compress.sketch import ROWS, num_cells
 from minipar.extras.compress.threshold import above_threshold, choose_by, largest
 from minipar.train.data.text import load_data
-from minipar.train.verification.verify import _lossy_rows, _observe_rank
+from minipar.train.verification.verify import _observe_rank
 from tests.examples import examples
 from tests.extras.compress.test_compress import vector
 
@@ -263,5 +264,5 @@ def test_faults_are_noticed(fault):
     config = TrainConfig(model=small, batch_size=2, seq_len=16, steps=2, verify_steps=0, trace_steps=0)
     config = config.choosing(dp=2, dtype="float64", compress=("tagc", own))
     text = load_data(config)[0]
-    rows = _lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
+    rows = lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
     assert next((row.what for row in rows if not row.equal), None) == FAULTS[fault][-1]

@@ -11,14 +11,15 @@ from torch import nn
 import minipar
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.extras.compress import (
+    CompressedBuckets,
     CompressedMean,
-    OwnGradients,
     PlainMean,
     PowerSGD,
     Selective,
     Sign,
     TopK,
     TwoLevelMean,
+    own_gradients,
 )
 from tests.examples import examples
 from tests.extras.compress.test_compress import loss_of, net, vector
@@ -138,20 +139,19 @@ def test_tensors_that_are_not_chosen_are_exact():
 # In DDP and ZeRO-1 ----------------------------------------------------------------------------------------------
 
 
-def trained(world, compress, zero, plain_steps=0):
+def trained(world, compress, zero):
     model = net()
     adam = dict(lr=1e-2)
+    buckets = None if compress is None else CompressedBuckets(compress, scatters=False)
     if zero:
         wrapped = model
         optimizer = ZeroOptimizer(
-            model.parameters(), torch.optim.Adam, world, bucket_mb=0.0002, compress=compress, **adam
+            model.parameters(), torch.optim.Adam, world, bucket_mb=0.0002, reduce_bucket=buckets, **adam
         )
-        compressors = optimizer.compressors
     else:
-        wrapped = DDP(model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, compress=compress)
-        optimizer, compressors = torch.optim.Adam(model.parameters(), **adam), wrapped.compressors
+        wrapped = DDP(model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce_bucket=buckets)
+        optimizer = torch.optim.Adam(model.parameters(), **adam)
     for step in range(5):
-        compressors.on = step >= plain_steps
         optimizer.zero_grad()
         loss_of(wrapped, world.rank, step).backward()
         optimizer.step()
@@ -160,35 +160,33 @@ def trained(world, compress, zero, plain_steps=0):
 
 @pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
 def test_zero_1_has_the_bits_of_ddp(compress):
-    ddp = minipar.run(trained, compress, False, 2, world_size=2)
-    zero = minipar.run(trained, compress, True, 2, world_size=2)
+    ddp = minipar.run(trained, compress, False, world_size=2)
+    zero = minipar.run(trained, compress, True, world_size=2)
     plain = minipar.run(trained, None, False, world_size=2)
     assert all(torch.equal(a, b) for x, y in zip(ddp, zero) for a, b in zip(x, y))
     assert not all(torch.equal(a, b) for a, b in zip(ddp[0], plain[0]))
 
 
-def test_a_warm_up_is_uncompressed_to_the_bit():
-    plain = minipar.run(trained, None, False, world_size=3)
-    warm = minipar.run(trained, partial(CompressedMean, codec=Sign()), False, 5, world_size=3)
-    assert all(torch.equal(a, b) for x, y in zip(plain, warm) for a, b in zip(x, y))
+@pytest.mark.parametrize(("reduce", "times"), [("mean", 1), ("sum", 2)])
+def test_ddp_with_own_gradients_sends_nothing(reduce, times):
+    """They stand for the mean: where gradients are summed over two ranks, each is taken twice."""
 
-
-def test_ddp_with_own_gradients_sends_nothing():
     def local(world):
-        ddp = DDP(net(), world, compress=OwnGradients)
+        ddp = DDP(net(), world, reduce=reduce, reduce_bucket=own_gradients)
         world.traffic.reset()
         loss_of(ddp, world.rank, 0).backward()
         alone = net()
         loss_of(alone, world.rank, 0).backward()
         pairs = zip(ddp.module.parameters(), alone.parameters())
-        return world.traffic.sent_bytes, all(torch.equal(p.grad, q.grad) for p, q in pairs)
+        return world.traffic.sent_bytes, all(torch.equal(p.grad, times * q.grad) for p, q in pairs)
 
     assert minipar.run(local, world_size=2) == [(0, True)] * 2
 
 
 def test_a_gradient_of_one_rank_that_is_not_finite_stops_ddp():
     def broken(world):
-        ddp = DDP(nn.Linear(4, 4), world, compress=partial(CompressedMean, codec=Sign()))
+        buckets = CompressedBuckets(partial(CompressedMean, codec=Sign()))
+        ddp = DDP(nn.Linear(4, 4), world, reduce_bucket=buckets)
         x = torch.full((2, 4), float("inf") if world.rank else 1.0)
         ddp(x).sum().backward()
 

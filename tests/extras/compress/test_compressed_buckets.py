@@ -2,7 +2,7 @@
 
 import torch
 
-from minipar.data_parallel.compressed_reductions import parts_by_rank
+from minipar.extras.compress.compressed_buckets import parts_by_rank
 
 
 def test_the_ranks_parts_are_the_gradients_in_order_without_empty_pieces():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -23,18 +23,30 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data_parallel.compressors import Compressor, can_scatter
-from minipar.mesh import Mesh, Placement, gather, placement_of, set_placement
+from minipar.extras.compress.one_process import Average
+from minipar.extras.compress.plain_mean import Compressor, Means, can_scatter
+from minipar.extras.compress.plain_mean import Tensors as Keyed
+from minipar.extras.compress.run_state import Compressed, means_in_one_process
+from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import update_balance_bias
-from minipar.train.averaging import Average, Compress, GradientAveraging
+from minipar.runtime.launch import run
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Batch, Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
 from minipar.train.parallelize import RankState
-from minipar.train.verification.rounded_reference import TOLERANCE, allowed, gradients_at, is_rounded
+from minipar.train.reference import relative
+from minipar.train.verification.provenance import place_in_recipe
+from minipar.train.verification.rounded_reference import (
+    TOLERANCE,
+    Held,
+    Tensors,
+    allowed,
+    gradients_at,
+    is_rounded,
+    whole,
+)
+from minipar.train.verification.verify import UPDATE_TOLERANCE, Observed, Row, number_row, tensor_row
 
-Tensors = dict[str, Tensor]
-Held = list[tuple[Placement, Tensor]]  # a rank's parts of tensors
 Message = list[Average]  # one averaging call, as recorded by each rank of a Comm, in rank order
 
 
@@ -58,20 +70,6 @@ class LossyStep(NamedTuple):
     limits: dict[str, float]
 
 
-def is_lossy(config: TrainConfig) -> bool:
-    """Return whether compression makes some step's results differ from those of one process."""
-    return bool(config.choice("compress").exact_steps(config) < config.steps)
-
-
-def whole(held_by_rank: list[Held]) -> Tensors:
-    """Return the unsharded tensors by name. If several ranks hold the same part, the first rank's copy is used."""
-    parts: dict[str, Held] = {}
-    for placement, local in chain.from_iterable(held_by_rank):
-        if placement.tied_to is None:
-            parts.setdefault(placement.name, []).append((placement, local))
-    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
-
-
 # On the mesh ----------------------------------------------------------------------------------------------------------
 
 
@@ -79,26 +77,24 @@ class _Recorded:
     """A compressor that records every message in a list."""
 
     def __init__(self, compressor: Compressor, comm: Comm, is_compressed: bool, messages: list[Average]):
-        self.compressor, self.comm, self.is_compressed, self.messages = (
-            compressor,
-            comm,
-            is_compressed,
-            messages,
-        )
-        self.sends_nothing = getattr(compressor, "sends_nothing", False)
-        self.scatters = can_scatter(compressor)
+        self.compressor, self.comm, self.messages = compressor, comm, messages
+        self.is_compressed, self.scatters = is_compressed, can_scatter(compressor)
 
-    def means(self, tensors: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
+    def _record(
+        self, params: Iterable[Tensor], given: list[Tensor], got: list[Tensor], cuts: Any = None
+    ) -> None:
+        places = [placement_of(p) for p in params]
+        self.messages.append(
+            Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, got, cuts)
+        )
+
+    def means(self, tensors: Keyed) -> Means:
         given = [x.clone() for x in tensors.values()]
         means = self.compressor.means(tensors)
-        if not self.sends_nothing:
-            places, got = [placement_of(p) for p in tensors], [means[p].clone() for p in tensors]
-            self.messages.append(
-                Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, got)
-            )
+        self._record(tensors, given, [means[p].clone() for p in tensors])
         return means
 
-    def scattered_means(self, parts: Sequence[Mapping[Tensor, Tensor]]) -> Mapping[Tensor, Tensor]:
+    def scattered_means(self, parts: Sequence[Keyed]) -> Means:
         params = list(dict.fromkeys(chain.from_iterable(parts)))
         pieces = {p: [part[p].clone() for part in parts if p in part] for p in params}
         ends, cuts = dict.fromkeys(params, 0), []
@@ -106,29 +102,22 @@ class _Recorded:
             begins = dict(ends)
             ends = {p: begin + len(part.get(p, ())) for p, begin in begins.items()}
             cuts.append([(begins[p], ends[p]) for p in params])
-        given, places = (
-            [torch.cat(pieces[p]).view(p.shape) for p in params],
-            [placement_of(p) for p in params],
-        )
         assert can_scatter(self.compressor)
         means = self.compressor.scattered_means(parts)
-        self.messages.append(
-            Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, [], cuts)
-        )
+        self._record(params, [torch.cat(pieces[p]).view(p.shape) for p in params], [], cuts)
         return means
 
 
-def record_messages(config: TrainConfig, state: RankState) -> list[Average]:
+def record_messages(state: RankState) -> list[Average]:
     """Return a list to which every later message of this rank's compressors is appended."""
-    averaging: GradientAveraging = config.choice("compress").load()
+    assert isinstance(state.averaging, Compressed)
     messages: list[Average] = []
 
-    def recorded(make: Compress, is_compressed: bool, comm: Comm) -> _Recorded:
-        return _Recorded(cast(Compressor, make(comm)), comm, is_compressed, messages)
+    def recorded(make: Callable[[Comm], Compressor], is_compressed: bool, comm: Comm) -> Compressor:
+        return cast(Compressor, _Recorded(make(comm), comm, is_compressed, messages))
 
-    all_compressors = [(own, True) for own in state.compressors] + averaging.averages_by(state.optimizer)
-    for compressors, is_compressed in all_compressors:
-        if compressors.make is not None:
+    for is_compressed, own in ((True, state.averaging.compressors), (False, state.averaging.plain)):
+        for compressors in own:
             compressors.make = partial(recorded, compressors.make, is_compressed)
     return messages
 
@@ -151,15 +140,14 @@ class Replay:
         self.exact = (
             whole_model(config, config.torch_master_dtype, products=False) if is_rounded(config) else None
         )
-        averaging: GradientAveraging = self.choice.load()
-        self.means = averaging.one_process(config)
+        self.means = means_in_one_process(config)
         family: OptimizerFamily = config.choice("optimizer").load()
         self.masters = {name: nn.Parameter(w.clone()) for name, w in whole(before).items()}
         groups = family.groups(self.masters.items(), config.weight_decay)
         options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
         self.optimizer = family.optimizer_class()(groups, **options)
         self.ranks = []
-        if not self.choice.averages_gradients:
+        if self.choice.averages != "gradient":
             own = [[step[rank] for step in messages] for rank in range(config.world_size)]
             self.ranks = [
                 _Rank(config, rank, held, sent) for rank, (held, sent) in enumerate(zip(before, own))
@@ -375,10 +363,9 @@ class _Rank:
             comm = comms.setdefault(message.comm, _Ranks(message.ranks, rank))
             of_name |= dict.fromkeys((place.name for place in message.placements), comm)
         alone = _Ranks((rank,), rank)
-        averaging: GradientAveraging = config.choice("compress").load()
+        averaging = Compressed(config)
         family: OptimizerFamily = config.choice("optimizer").load()
         optimizer = averaging.make_optimizer(
-            config,
             family.groups(self.params.items(), config.weight_decay),
             family.optimizer_class(),
             lambda p: of_name.get(placement_of(p).name, alone),
@@ -387,8 +374,8 @@ class _Rank:
         )
         assert optimizer is not None
         self.optimizer = optimizer
-        for compressors, _ in averaging.averages_by(optimizer):
-            compressors.make = lambda comm: _Replayed(cast(Any, comm), self)
+        for compressors in averaging.compressors + averaging.plain:
+            compressors.make = lambda comm: cast(Compressor, _Replayed(cast(Any, comm), self))
 
     def averages(self, means: list[tuple[Average, list[Tensor]]]) -> list[Compared]:
         """Compare the means that this rank's compressors returned with those that they must return."""
@@ -454,3 +441,56 @@ def _norm(gradients: list[Held]) -> float:
         if place.tied_to is None:
             held[place.part].append(x.double().square().sum().item())
     return math.sqrt(sum(sum(squares) / len(squares) for squares in held.values()))
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
+    """Compare each step of a run with compression with one process that starts from the run's own weights."""
+    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
+    messages = [[rank.messages[step] for rank in seen] for step in range(config.steps)]
+    steps = run(_replay_lossy_steps, config, text, held[0::2], held[1::2], messages, world_size=1)[0]
+    initial = {n: p.detach().to(config.torch_master_dtype) for n, p in whole_model(config).named_parameters()}
+    rows = [tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
+    unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
+    for step, want in enumerate(steps):
+        losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+        rows.append(number_row(f"loss, step {step}", losses, want.loss, want.limits["loss"]))
+        rows.append(_parts_row(config, f"gradients, step {step}", want.gradients, want.limits))
+        rows.append(number_row(f"gradient norm, step {step}", norms, want.norm, UPDATE_TOLERANCE))
+        if want.averages:
+            rows.append(_parts_row(config, f"averages, step {step}", want.averages, unit))
+        rows.append(_parts_row(config, f"weights, step {step}", want.weights))
+    return rows
+
+
+def _replay_lossy_steps(
+    world: Comm,
+    config: TrainConfig,
+    text: Text,
+    weights: list[list[Held]],
+    gradients: list[list[Held]],
+    messages: list[list[list[Average]]],
+) -> list[LossyStep]:
+    replay = Replay(config, text, weights[0], messages)
+    return [
+        replay.step(step, weights[step], weights[step + 1], gradients[step], messages[step])
+        for step in range(config.steps)
+    ]
+
+
+def _parts_row(
+    config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
+) -> Row:
+    """Compare parts with the same parts in one process. `limit` is one number, or one number per tensor name."""
+    worst, where, equal = (-1.0, "", 0), None, True
+    for rank, placement, got, want in found:
+        name = placement.tied_to or placement.name
+        apart = (got - want).abs().max().item() if got.numel() else 0.0
+        apart = relative(apart, want.abs().max().item() if want.numel() else 0.0)
+        equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
+        if (apart, name, rank) > worst:
+            worst, where = (apart, name, rank), placement
+    return Row(what, len(found), *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
