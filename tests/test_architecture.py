@@ -287,13 +287,8 @@ def test_a_path_of_a_machine_is_told_from_an_address():
 
 # Files that import each other ----------------------------------------------------------------------------------------
 
-# Circles that are left, each to be cut with other work: the checks of a configuration; compression's place in training;
-# the planner's pages, which print what they fit.
-LEFT = (
-    {"config.check_config", "config.check_experts", "config.train_config"},
-    {"train.averaging", "train.parallelize"},
-    {"extras.cost.fit", "extras.cost.planner_page"},
-)  # fmt: skip
+# The one circle that is left: the checks of a configuration.
+LEFT = ({"config.check_config", "config.check_experts", "config.train_config"},)
 
 
 def circle(texts: dict[Path, str]) -> list[str]:

@@ -22,11 +22,13 @@ class Averaging(Choice):
     `load` returns a subclass of `minipar.train.averaging.Averaging`, or that class itself.
 
     steps_locally  True if replicas take local steps, so that their weights differ until they next synchronise
+    reference      the module that compares a lossy run with one process, for verify.py; "": there is none
     begins_anew    True if a run may resume with it from a checkpoint of a run with compress=none
     kept           the options and settings that a resumed run cannot change, since the stored state belongs to them
     """
 
     steps_locally = False
+    reference = ""
     begins_anew = False
     kept: tuple[str, ...] = ()
 

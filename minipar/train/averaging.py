@@ -49,12 +49,3 @@ class Averaging:
     def in_one_process(self, optimizer: Optimizer) -> Any:
         """Return what the reference in one process updates weights by: it has `param_groups` and `step`."""
         return optimizer
-
-    def lossy_reference(self) -> Any:
-        """Return what compares a run in which `exact_steps` are fewer than the steps: see verify.py.
-
-        Raises ValueError if there is none.
-        """
-        raise ValueError(
-            f"compress={self.config.compress} is lossy, and has no form in one process to be compared with"
-        )

@@ -88,6 +88,7 @@ class Method(Averaging):
     """
 
     implementation = "minipar.extras.compress.run_state:Compressed"
+    reference = "minipar.extras.compress.lossy_reference"
 
     def __init__(
         self,

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import chain, count, takewhile
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,9 +151,6 @@ class Compressed(Averaging):
                 for p in state.optimizer.outer.params
             }
             state.optimizer.resume(checkpoint.step, own)
-
-    def lossy_reference(self) -> ModuleType:
-        return import_module("minipar.extras.compress.lossy_reference")
 
 
 def means_in_one_process(config: TrainConfig) -> OneProcessMeans:

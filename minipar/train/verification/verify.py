@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -126,10 +127,15 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
 
 
 def _lossy_reference(config: TrainConfig) -> Any:
-    """Return what compares the steps of a run whose averages are lossy; None if all its steps are exact."""
+    """Return the module that compares the steps of a run whose averages are lossy; None if all its steps are exact."""
     averaging = config.choice("compress")
-    exact = averaging.exact_steps(config) >= config.steps
-    return None if exact else averaging.load()(config).lossy_reference()
+    if averaging.exact_steps(config) >= config.steps:
+        return None
+    if not averaging.reference:
+        raise ValueError(
+            f"compress={config.compress} is lossy, and has no form in one process to be compared with"
+        )
+    return import_module(averaging.reference)
 
 
 def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held]:
