@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.config.tensor_limits import why_tp_illegal
+from minipar.config.rules import TENSOR, View, broken
 from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Implementation, Job, Layout, why_illegal, why_not_priced
 from minipar.cost.machines import MACHINES
@@ -90,7 +90,8 @@ def test_a_layout_is_illegal_where_the_trainer_refuses_it(drawn):
 def test_tp_divides_what_it_splits(tp, kv, group, hidden, vocab, pad):
     legal = kv * group % tp == hidden % tp == 0 and (tp % kv == 0 or kv % tp == 0)
     legal = legal and (vocab % tp == 0 if not pad else -(-vocab // tp) * (tp - 1) < vocab)
-    assert (why_tp_illegal(tp, kv * group, kv, hidden, vocab, pad_vocab=pad) is None) == legal
+    sizes = dict(num_heads=kv * group, num_kv_heads=kv, hidden_dim=hidden, vocab_size=vocab, num_experts=0)
+    assert (broken(View(dict(tp=tp, pad_vocab=pad, **sizes)), TENSOR) is None) == legal
 
 
 @pytest.mark.parametrize(

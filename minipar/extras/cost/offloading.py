@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout, expert_ranks
+from minipar.config.rules import expert_ranks
+from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import held_memory, worst_rank_memory
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import RankContents, held_elems, rank_kinds, unsharded_elems
@@ -79,7 +80,7 @@ def _gathered_elems(job: Job, layout: Layout, held: RankContents) -> float:
     dense, expert = held_elems(job, layout, held)
     roots = root_gathers(job, layout, held)
     copies, sharers = job.implementation.replicate, layout.dp * layout.cp
-    experts = expert_ranks(job.implementation, layout.dp, layout.cp, layout.tp) // layout.ep
+    experts = expert_ranks(layout.dp, layout.cp, layout.tp, job.implementation.fold_experts) // layout.ep
     layers = dense - unsharded_elems(job, layout, held) - sum(elems for elems, _ in roots)
     times = layout.microbatches(job) * layout.slices * gathers(layout)
     ends = sum(elems * number for elems, number in roots)
