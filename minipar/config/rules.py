@@ -167,8 +167,9 @@ def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False)
 STAGES = (
     Rule(
         lambda v: v.num_stages > v.num_layers,
-        "pp={pp} with schedule={schedule!r} has {num_stages} stages, and num_layers={num_layers}",
-        "; use at most {num_layers} stages",
+        "pp={pp} with schedule={schedule!r} has {num_stages} stages, and num_layers={num_layers}; use at most "
+        "{num_layers} stages",
+        "",
     ),
 )
 

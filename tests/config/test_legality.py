@@ -29,9 +29,9 @@ def jobs_and_runs(draw):
     experts = pick(0, 0, 4, 6)
     model = ModelConfig(
         vocab_size=pick(256, 258, 260), dim=48, num_layers=pick(2, 6, 8, 12), num_heads=pick(2, 4, 6, 12),
-        num_kv_heads=pick(1, 2), hidden_dim=pick(12, 16, 24), max_seq_len=128, num_experts=experts, moe_every=1,
-        shared_dim=pick(0, 8, 9) if experts else 0, group_tokens=pick(2, 3, 4, 8) if experts else None,
-        attention=pick("flash", "fused", "plain"),
+        num_kv_heads=pick(1, 2), hidden_dim=pick(12, 16, 24), max_seq_len=128, num_experts=experts,
+        moe_every=pick(1, 1, 1, 9), shared_dim=pick(0, 8, 9) if experts else 0,
+        group_tokens=pick(2, 3, 4, 8) if experts else None, attention=pick("flash", "fused", "plain"),
     )  # fmt: skip
     pp, cp, dp, tp = (pick(*SIZES) for _ in range(4))
     assume(pp * cp * dp * tp <= 64)
