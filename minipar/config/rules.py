@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -62,7 +62,7 @@ class Rule(NamedTuple):
     words: Text
     advice: Text = "; use {works}"
     name: str = ""
-    values: Callable[[Any], Iterable[Any]] = lambda v: ()
+    values: Callable[[Any], list[Any]] = lambda v: []
 
 
 Rules = tuple[Rule, ...]
@@ -76,10 +76,9 @@ def broken(view: View, rules: Rules) -> Rule | None:
     return None
 
 
-def works(view: View, name: str, values: Iterable[Any], rules: Rules) -> list[Any]:
+def works(view: View, name: str, values: list[Any], rules: Rules) -> list[Any]:
     """Return those of these values of a setting with which the view meets all rules."""
-    views = ((value, type(view)(vars(view) | {name: value})) for value in values)
-    return [value for value, changed in views if broken(changed, rules) is None]
+    return [n for n in values if broken(type(view)(vars(view) | {name: n}), rules) is None]
 
 
 def say(text: Text, view: View) -> str:
@@ -93,7 +92,7 @@ def check(view: View, rules: Rules) -> None:
     """
     rule = broken(view, rules)
     if rule is not None:
-        values = list(rule.values(view))
+        values = rule.values(view)
         found = works(view, rule.name, values, rules) or values
         advised = View(vars(view) | {"works": one_of(found) if found else ""})
         raise ValueError(say(rule.words, view) + say(rule.advice, advised))
@@ -116,10 +115,13 @@ def divides(
         d = getattr(v, name)
         return d != 1 and (when is None or when(v)) and (d < 1 or size(v) % d)
 
-    def words(v: Any) -> str:
-        return f"{name}={getattr(v, name)} does not divide {whole}={size(v)}"
-
-    return Rule(uneven, words, advice, name, lambda v: divisors(size(v)))
+    return Rule(
+        uneven,
+        lambda v: f"{name}={getattr(v, name)} does not divide {whole}={size(v)}",
+        advice,
+        name,
+        lambda v: divisors(size(v)),
+    )
 
 
 def first(reasons: dict[str, object]) -> str | None:
@@ -400,11 +402,9 @@ def _whole_blocks(v: Any) -> Any:
     return v.recompute == "full" or blocks_per_unit(v.recompute) is not None
 
 
-def _lacks_gradients(v: Any) -> str | None:
+def _lacks_gradients(v: Any) -> Any:
     """Return why some gradients are not complete after each backward, where they are to be reduced then."""
-    if v.reduce_every == "step":
-        return None
-    return first(
+    return v.reduce_every == "microbatch" and first(
         {
             "computes weight gradients apart": _defers_products(v),
             "has several stages on a rank": v.num_stages > v.pp,
@@ -413,14 +413,12 @@ def _lacks_gradients(v: Any) -> str | None:
     )
 
 
-def _breaks_graph(v: Any) -> str | None:
+def _breaks_graph(v: Any) -> Any:
     """Return why `compile` cannot make one graph of a block.
 
     Messages, host reads and deferred products would break the graph, or would run only while it is traced.
     """
-    if v.compile == "none":
-        return None
-    return first(
+    return v.compile != "none" and first(
         {
             f"tp={v.tp} sends messages": v.tp > 1,
             f"cp={v.cp} sends messages": v.cp > 1,
