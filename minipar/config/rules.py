@@ -277,7 +277,7 @@ GROUPS = (
         "group_tokens=None makes a sequence one routing group, which cp={cp} would cut",
         "; use group_tokens={works}",
         "group_tokens",
-        lambda v: divisors((v.seq_len or v.cp) // v.cp),
+        lambda v: works(v, "group_tokens", divisors((v.seq_len or v.cp) // v.cp), (WHOLE_GROUPS,)),
     ),
     WHOLE_GROUPS,
 )
