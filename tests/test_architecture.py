@@ -287,9 +287,6 @@ def test_a_path_of_a_machine_is_told_from_an_address():
 
 # Files that import each other ----------------------------------------------------------------------------------------
 
-# The one circle that is left: the checks of a configuration.
-LEFT = ({"config.check_config", "config.check_experts", "config.train_config"},)
-
 
 def circle(texts: dict[Path, str]) -> list[str]:
     """Files that import each other in a circle, from the first to itself; [] if there are none.
@@ -301,9 +298,6 @@ def circle(texts: dict[Path, str]) -> list[str]:
     for here, path in files.items():
         named = {module for module, _, _ in imported(walk(ast.parse(texts[path])), path)}
         arrows[here] = (named | {name.rpartition(".")[0] for name in named - files.keys()}) - {here}
-        for left in LEFT:
-            if here.removeprefix("minipar.") in left:
-                arrows[here] -= {f"minipar.{name}" for name in left}
     try:
         graphlib.TopologicalSorter(arrows).prepare()
     except graphlib.CycleError as error:

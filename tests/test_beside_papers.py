@@ -5,8 +5,7 @@ import random
 from fractions import Fraction
 from pathlib import Path
 
-from minipar.config.check_config import schedule_of
-from minipar.config.train_config import TrainConfig
+from minipar.config.train_config import TrainConfig, schedule_of
 from minipar.context import document_cost, share_documents
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from minipar.cost import stages
 from minipar.cost.collectives import collective_s
-from minipar.cost.layout import Job, Layout, why_illegal
+from minipar.cost.layout import Job, Layout, require_legal
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS, find_model
@@ -197,8 +197,7 @@ def layout(request: dict) -> dict:
     )  # fmt: skip
     if asked.zero > 3:
         raise ValueError(f"zero={asked.zero}; use 0 to 3")
-    if (why := why_illegal(job, asked)) is not None:
-        raise ValueError(f"layout {asked.name} is not legal: {why}")
+    require_legal(job, asked)
     (rank, items), step = worst_rank_memory(job, asked), step_time(job, asked)
     return {
         "layout": asked.name,

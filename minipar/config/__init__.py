@@ -4,13 +4,11 @@ model_config.py    ModelConfig: a model's sizes
 moe_config.py      MoEConfig: the options of its MoE layers
 choices.py         settings chosen by name, with minipar's own choices
 llama_config.py    the sizes in a Hugging Face Llama's config.json
+mesh_rules.py      which sizes of a mesh are legal, and shares of unequal ranks
+context_limits.py  the tokens of each cp rank, and the lengths and heads that cp divides
+rules.py           every rule of what fits together: a table that trainer, sweep and planner ask
 train_config.py    TrainConfig: model, batch, optimizer, mesh
 toml_config.py     a configuration as a TOML file
-check_config.py    which meshes, models and batches fit each other
-mesh_rules.py      which sizes of a mesh are legal
-check_experts.py   which numbers of experts ep can divide
-tensor_limits.py   tp sizes that a model's dimensions allow
-context_limits.py  cp sizes, and the tokens of each cp rank
 check_paths.py     which files and folders can be read and written
 """
 

@@ -1,11 +1,11 @@
-"""The legal mesh sizes, and the batches and numbers of layers that a mesh can divide. Imports no torch."""
+"""The legal mesh sizes, and how ranks of unequal speed share work. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 
-from minipar.support.errors import one_of, require_divides, require_positive, why_not_divisor
+from minipar.support.errors import one_of, require_divides, require_positive
 
 
 def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
@@ -33,17 +33,6 @@ def _require_product(world_size: int, sizes: dict[str, int]) -> None:
     )
 
 
-def why_batch_illegal(batch_size: int, dp: int, parts: int, what: str = "microbatches") -> str | None:
-    """Return why dp cannot divide the batch, or why `parts` cannot divide a rank's samples; None if both can.
-
-    parts  the number of microbatches, or the samples per microbatch
-    what   the name of `parts` in the message
-    """
-    return why_not_divisor("dp", dp, "batch_size", batch_size) or why_not_divisor(
-        what, parts, "a rank's samples (batch_size/dp)", batch_size // dp
-    )
-
-
 def shares_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
     """Divide `total` units of work among workers, at least one each, so that the last to finish takes the least time.
 
@@ -57,13 +46,3 @@ def shares_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
         done_s = [(share + 1) / speed for share, speed in zip(shares, speeds)]
         shares[done_s.index(min(done_s))] += 1
     return shares
-
-
-def why_stages_illegal(num_stages: int, num_layers: int, pp: int, schedule: str) -> str | None:
-    """Return why a model cannot be cut into the stages of a schedule; None if it can."""
-    if num_stages <= num_layers:
-        return None
-    return (
-        f"pp={pp} with schedule={schedule!r} has {num_stages} stages, and num_layers={num_layers}; use at most "
-        f"{num_layers} stages"
-    )

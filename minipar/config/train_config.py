@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minipar.config.check_config import check_data, check_layout
 from minipar.config.choices import CHOSEN, TensorLayout
 from minipar.config.llama_config import sizes_from
 from minipar.config.mesh_rules import shares_by_speed
 from minipar.config.model_config import ModelConfig
+from minipar.config.rules import BATCH, DATA, RUN, View, blocks_per_unit, check
+from minipar.schedules import Schedule
+from minipar.schedules.registry import make_schedule
 from minipar.support.environment import MAX_RANKS, under_torchrun
 from minipar.support.errors import one_of
 from minipar.support.options import check_types, make_options, normalise_types, option, with_option_table
@@ -315,15 +318,21 @@ class TrainConfig:
             object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
         if self.init is not None:
             object.__setattr__(self, "model", sizes_from(self.init, self.model, (ModelConfig(), SMALL)))
-        if self.seq_len > self.model.max_seq_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} exceeds max_seq_len={self.model.max_seq_len}; "
-                f"use {self.model.max_seq_len} or fewer"
-            )
-        check_data(self)
-        check_layout(self)
+        blocks_per_unit(self.recompute)  # raises ValueError for an unknown one
+        self._check_fit()
         for name in CHOSEN:
             self.choice(name).check(self)
+
+    def _check_fit(self) -> None:
+        """Raise ValueError, by the rules of a run, if its mesh, model, batch and settings do not fit each other."""
+        view = vars(self.model) | vars(self)
+        view |= {"fold_experts": False, "equal_microbatches": self.equal_microbatches}
+        check(View(view), DATA + BATCH)
+        # Where a schedule is impossible, this raises ValueError.
+        orders = [schedule_of(self, rank) for rank in range(self.dp)]
+        heads = self.choice("tp_layout").ranks_of_heads(self)
+        view |= {"order": orders[0], "num_stages": orders[0].num_stages, "ranks_of_heads": heads}
+        check(View(view), RUN)
 
     def _require(self, name: str, good: bool, works: str) -> None:
         if not good:
@@ -435,6 +444,20 @@ class TrainConfig:
         axes = [f"{axis}{n}" for axis, n in self.mesh_sizes.items() if n > 1] or ["dp1"]
         layout: TensorLayout = self.choice("tp_layout")
         return "-".join(axes) + layout.mesh_suffix(self)
+
+
+def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
+    """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may run different numbers of microbatches."""
+    arguments = tuple(sorted(config.choice("schedule").arguments(config).items()))
+    microbatches = config.dp_microbatches[dp_rank]
+    return _schedule(config.schedule, config.pp, microbatches, config.chunks, arguments)
+
+
+@lru_cache(maxsize=16)  # a search over meshes asks for the same schedule once per mesh
+def _schedule(
+    name: str, p: int, m: int, chunks: int | None, arguments: tuple[tuple[str, Any], ...]
+) -> Schedule:
+    return make_schedule(name, p, m, chunks, **dict(arguments))
 
 
 def _complete_options(config: TrainConfig) -> dict[str, Any]:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from functools import cache
 from math import gcd
+from operator import attrgetter
 from typing import Any, Literal, Protocol, cast
 
-from minipar.config.check_experts import why_ep_illegal
-from minipar.config.context_limits import ATTENTIONS, why_cp_illegal, why_groups_cut, why_usp_illegal
-from minipar.config.mesh_rules import why_batch_illegal, why_stages_illegal
-from minipar.config.tensor_limits import why_tokens_uneven, why_tp_illegal
+from minipar.config.context_limits import ATTENTIONS
+from minipar.config.rules import (
+    EXPERTS,
+    SAMPLES,
+    STAGES,
+    TENSOR,
+    TOKENS,
+    WHOLE_GROUPS,
+    Rule,
+    View,
+    broken,
+    divides,
+    samples_of_rank,
+    say,
+)
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
 from minipar.cost.stages import (
@@ -297,35 +310,55 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
+# What `minipar train` refuses, of what a layout says. The rules that most layouts of a search break come first.
+PLANNED = (
+    Rule(
+        lambda v: v.dp * v.pp * v.cp * v.tp != v.gpus,
+        lambda v: f"dp*pp*cp*tp={v.dp * v.pp * v.cp * v.tp} ranks, and there are gpus={v.gpus}",
+        "",
+    ),
+    divides("dp", "batch_size"),
+    divides("mb", SAMPLES, samples_of_rank),
+    *STAGES,
+    *TENSOR,
+    *EXPERTS,
+    *TOKENS,
+    WHOLE_GROUPS,
+)
+
+
+class Planned(View):
+    """A layout as rules see it. What a job fixes is in a subclass, so that a view is made without copying it."""
+
+    pad_vocab, cp_layout = False, "zigzag"
+    mb = property(attrgetter("microbatch"))
+    ranks_of_heads = property(attrgetter("tp"))
+    num_stages = property(lambda v: v.pp * v.chunks)
+
+
+@cache
+def views_of(job: Job) -> type[Planned]:
+    """Return the class of a job's views: given a layout's fields, an instance has what rules ask of both."""
+    how = job.implementation
+    ulysses = property(lambda v: how.cp_ulysses if v.cp_attention == "usp" else 1)
+    fixed = dict(hidden_dim=_split_width(job), batch_size=job.batch, cp_ulysses=ulysses)
+    return type("PlannedJob", (Planned,), vars(job.shape) | vars(how) | vars(job) | fixed)
+
+
 def why_illegal(job: Job, layout: Layout) -> str | None:
     """Return in one line why this layout is not legal for the job; None if it is. Memory is not checked."""
-    return why_refused(job, layout) or why_not_priced(job, layout)
+    view = views_of(job)(vars(layout))
+    if rule := broken(view, PLANNED):
+        return say(rule.words, view)
+    cut = layout.slices > 1 and SCHEDULES[layout.schedule].sliced
+    why = sliced_forms_of(layout.schedule).why_illegal(job, layout) if cut else None
+    return why or why_not_priced(job, layout)
 
 
-def why_refused(job: Job, layout: Layout) -> str | None:
-    """Return why `minipar train` would refuse the layout; None if it would not. The cheapest rules are applied first."""
-    a, shape, how = layout, job.shape, job.implementation
-    if a.world_size != job.gpus:
-        return f"dp*pp*cp*tp={a.world_size} ranks, and there are gpus={job.gpus}"
-    heads = shape.num_heads, shape.num_kv_heads
-    why = (
-        why_batch_illegal(job.batch, a.dp, a.microbatch, "mb")
-        or why_stages_illegal(a.pp * a.chunks, shape.num_layers, a.pp, a.schedule)
-        or why_tp_illegal(a.tp, *heads, _split_width(job), shape.vocab_size, shape.shared_dim)
-        or why_ep_illegal(a.ep, expert_ranks(how, a.dp, a.cp, a.tp), shape.num_experts)
-    )
-    if why is None and a.cp > 1:
-        why = _why_cp_refused(job, layout)
-    if why is None and how.sequence_parallel:
-        why = why_tokens_uneven(a.tp, job.seq_len // a.cp)
-    if why is None and a.slices > 1 and SCHEDULES[a.schedule].sliced:
-        why = sliced_forms_of(a.schedule).why_illegal(job, layout)
-    return why
-
-
-def expert_ranks(how: Implementation, dp: int, cp: int, tp: int) -> int:
-    """Return the number of ranks of a pipeline stage over which experts may be spread."""
-    return dp * cp * (tp if how.fold_experts else 1)
+def require_legal(job: Job, layout: Layout) -> None:
+    """Raise ValueError if the layout is not legal for the job."""
+    if why := why_illegal(job, layout):
+        raise ValueError(f"layout {layout.name} is not legal: {why}")
 
 
 def _split_width(job: Job) -> int:
@@ -334,17 +367,6 @@ def _split_width(job: Job) -> int:
     if not shape.num_experts or not job.implementation.fold_experts:
         return gcd(shape.hidden_dim, shape.dense_width)
     return shape.dense_width if shape.dense_layers or shape.moe_every > 1 else shape.shared_dim or shape.dim
-
-
-def _why_cp_refused(job: Job, a: Layout) -> str | None:
-    how, group = job.implementation, job.implementation.group_tokens
-    ulysses_size = how.cp_ulysses if a.cp_attention == "usp" else 1
-    why = why_usp_illegal(a.cp, a.cp_attention, ulysses_size) or why_cp_illegal(
-        a.cp, job.seq_len, job.shape.num_heads // a.tp, "zigzag", a.cp_attention, ulysses_size
-    )
-    if why is None and job.shape.num_experts and group is not None:
-        why = why_groups_cut(job.seq_len, group, a.cp, "zigzag", ulysses_size)
-    return why
 
 
 def why_not_priced(job: Job, layout: Layout) -> str | None:

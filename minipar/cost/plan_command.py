@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from minipar.cost.layout import Job, Layout, parse_layout, why_illegal
+from minipar.cost.layout import Job, Layout, parse_layout, require_legal
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
 from minipar.cost.planner import Candidate, Plan, plan
@@ -110,7 +110,8 @@ def plan_command(
         return Outcome(_joined(headline(job), {}, found, as_json), job, list(found.layouts), None)
     searched = None
     if explain is not None:
-        layouts = [_legal(job, parse_layout(explain))]
+        layouts = [parse_layout(explain)]
+        require_legal(job, layouts[0])
         text, values = explain_text(job, layouts[0]), explain_json(job, layouts[0])
     else:
         searched = plan(job, top)
@@ -125,13 +126,6 @@ def plan_command(
     if run:
         text = "\n".join([text, "", *run_lines(job, layouts[0])])
     return Outcome(text, job, layouts, searched)
-
-
-def _legal(job: Job, layout: Layout) -> Layout:
-    why = why_illegal(job, layout)
-    if why is not None:
-        raise ValueError(f"layout {layout.name} is not legal: {why}")
-    return layout
 
 
 def _answering(name: str, options: Mapping[str, Any], asked: Asked) -> Callable[[Asked], Answer]:

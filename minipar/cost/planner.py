@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from minipar.config.rules import expert_ranks
 from minipar.cost.doubt import SPREADS, WIDEST, comparison_doubt
-from minipar.cost.layout import Job, Layout, expert_ranks, sliced_forms_of, why_illegal
+from minipar.cost.layout import Job, Layout, sliced_forms_of, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
 from minipar.cost.stages import chunk_choices, enough_microbatches, forms_of, least_idle, planned
 from minipar.cost.timing import least_seconds, step_parts
@@ -214,7 +215,7 @@ def mesh_sizes(job: Job) -> Iterator[tuple[int, int, int, int, int]]:
                 dp = rest // cp
                 if job.batch % dp or (cp > 1 and job.seq_len % (2 * cp)):
                     continue
-                spread = expert_ranks(job.implementation, dp, cp, tp)
+                spread = expert_ranks(dp, cp, tp, job.implementation.fold_experts)
                 for ep in divisors_of(spread, shape.num_experts) if shape.num_experts else (1,):
                     if why_illegal(job, Layout(dp, pp, cp, ep, tp)) is None:
                         yield tp, pp, cp, ep, dp

@@ -46,7 +46,7 @@ from minipar.cost.serving import (
     stored_bytes,
     transfer_s,
 )
-from minipar.support.errors import one_of, require_positive, why_not_divisor
+from minipar.support.errors import one_of, require_positive
 
 MOST_BUSY = 0.8
 SHORTER = (SIXTEEN, Bits(8, 16), Bits(8, 8), Bits(4, 8))  # tried in addition to the requested bits
@@ -274,8 +274,8 @@ def _apart(job: ServingJob) -> Apart | None:
 
 
 def _why_not(job: ServingJob, tp: int) -> str:
-    if why := why_not_divisor("tp", tp, "num_heads", job.shape.num_heads):
-        return why
+    if job.shape.num_heads % tp:
+        return f"tp={tp} does not divide num_heads={job.shape.num_heads}"
     replica, GB = Replica(job, tp), 1e9
     weights = rank_weight_bytes(job.shape, tp, job.bits.weights)
     usable = job.machine.memory_bytes - job.machine.context_bytes

@@ -32,7 +32,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minipar.config.context_limits import ulysses_ranks
-from minipar.cost.layout import Job, Layout, expert_ranks
+from minipar.config.rules import expert_ranks
+from minipar.cost.layout import Job, Layout
 from minipar.cost.links import Links, axis_links, links_of
 from minipar.cost.models import ModelShape, whole_latent_elems
 from minipar.cost.ranks import end_stages_elems, ends_elems, held_by, held_elems, table_elems, unsharded_elems
@@ -204,7 +205,7 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
     b, reduced, how, m = job.bytes_of, job.reduced_bytes, job.implementation, layout.microbatches(job)
     sent, ends, unsharded = [], root_gathers(job, layout, held), unsharded_elems(job, layout, held)
     sharers = layout.dp * layout.cp
-    of_experts = expert_ranks(how, layout.dp, layout.cp, layout.tp) // layout.ep
+    of_experts = expert_ranks(layout.dp, layout.cp, layout.tp, how.fold_experts) // layout.ep
     for elems, whole, ranks, roots in (
         (dense - unsharded, unsharded, sharers, ends),
         (expert, 0, of_experts, []),

@@ -15,13 +15,8 @@ def divisors(n: int) -> list[int]:
 
 def require_divides(what: str, d: int, whole: str, n: int) -> None:
     """Raise ValueError unless d divides n: `tp=3 does not divide num_heads=8; use 1, 2, 4 or 8`."""
-    if why := why_not_divisor(what, d, whole, n):
-        raise ValueError(f"{why}; use {one_of(divisors(n))}")
-
-
-def why_not_divisor(what: str, d: int, whole: str, n: int) -> str | None:
-    """Return a message such as `tp=3 does not divide num_heads=8`; None if d divides n."""
-    return f"{what}={d} does not divide {whole}={n}" if d < 1 or n % d else None
+    if d < 1 or n % d:
+        raise ValueError(f"{what}={d} does not divide {whole}={n}; use {one_of(divisors(n))}")
 
 
 def require_positive(**sizes: object) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm, autograd
 from minipar.comm.agreement import require_equal
-from minipar.config.tensor_limits import check_tensor_parallel
+from minipar.config.rules import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import place_whole
 from minipar.model.attention import Attention

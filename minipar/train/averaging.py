@@ -16,7 +16,6 @@ from minipar.train.optim import Group
 if TYPE_CHECKING:
     from minipar.config.train_config import TrainConfig
     from minipar.train.checkpoint.restore import Checkpoint
-    from minipar.train.parallelize import RankState
 
 
 class Averaging:
@@ -39,11 +38,11 @@ class Averaging:
     def begin_step(self, step: int) -> None:
         """Run before each step."""
 
-    def stored_parts(self, state: RankState) -> Iterable[StoredPart]:
-        """Return this rank's part of the averaging's state, for a checkpoint. All ranks call this."""
+    def stored_parts(self, state: Any) -> Iterable[StoredPart]:
+        """Return this rank's part of the averaging's state, for a checkpoint. All ranks call this with their RankState."""
         return ()
 
-    def restore(self, state: RankState, checkpoint: Checkpoint) -> None:
+    def restore(self, state: Any, checkpoint: Checkpoint) -> None:
         """Load what `stored_parts` returned, on any number of ranks."""
 
     def in_one_process(self, optimizer: Optimizer) -> Any:

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from minipar.comm import Comm
-from minipar.config.check_config import schedule_of
-from minipar.config.train_config import TrainConfig
+from minipar.config.train_config import TrainConfig, schedule_of
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
 from minipar.data_parallel.arguments import CommOf

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.comm import Comm
 from minipar.comm.repeated import without_messages
-from minipar.config.check_config import blocks_per_unit
+from minipar.config.rules import blocks_per_unit
 from minipar.model import Block, Transformer
 from minipar.model.block import run_blocks
 from minipar.support.chunks import chunk_sizes

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.config.tensor_limits import why_tp_illegal
+from minipar.config.rules import TENSOR, View, broken
 from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Implementation, Job, Layout, why_illegal, why_not_priced
 from minipar.cost.machines import MACHINES
@@ -29,9 +29,9 @@ def jobs_and_runs(draw):
     experts = pick(0, 0, 4, 6)
     model = ModelConfig(
         vocab_size=pick(256, 258, 260), dim=48, num_layers=pick(2, 6, 8, 12), num_heads=pick(2, 4, 6, 12),
-        num_kv_heads=pick(1, 2), hidden_dim=pick(12, 16, 24), max_seq_len=128, num_experts=experts, moe_every=1,
-        shared_dim=pick(0, 8, 9) if experts else 0, group_tokens=pick(2, 3, 4, 8) if experts else None,
-        attention=pick("flash", "fused", "plain"),
+        num_kv_heads=pick(1, 2), hidden_dim=pick(12, 16, 24), max_seq_len=128, num_experts=experts,
+        moe_every=pick(1, 1, 1, 9), shared_dim=pick(0, 8, 9) if experts else 0,
+        group_tokens=pick(2, 3, 4, 8) if experts else None, attention=pick("flash", "fused", "plain"),
     )  # fmt: skip
     pp, cp, dp, tp = (pick(*SIZES) for _ in range(4))
     assume(pp * cp * dp * tp <= 64)
@@ -90,7 +90,8 @@ def test_a_layout_is_illegal_where_the_trainer_refuses_it(drawn):
 def test_tp_divides_what_it_splits(tp, kv, group, hidden, vocab, pad):
     legal = kv * group % tp == hidden % tp == 0 and (tp % kv == 0 or kv % tp == 0)
     legal = legal and (vocab % tp == 0 if not pad else -(-vocab // tp) * (tp - 1) < vocab)
-    assert (why_tp_illegal(tp, kv * group, kv, hidden, vocab, pad_vocab=pad) is None) == legal
+    sizes = dict(num_heads=kv * group, num_kv_heads=kv, hidden_dim=hidden, vocab_size=vocab, num_experts=0)
+    assert (broken(View(dict(tp=tp, pad_vocab=pad, **sizes)), TENSOR) is None) == legal
 
 
 @pytest.mark.parametrize(

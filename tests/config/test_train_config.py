@@ -12,6 +12,7 @@ from tests.config.advice import followed, refusal
     [
         ({"dp": 0}, "dp=0 is out of range; use 1 or more"),
         ({"dp": 3}, "dp=3 does not divide batch_size=16; use 1, 2, 4, 8 or 16"),
+        ({"dp": 3, "ep": 2, "moe": 4}, "dp=3 does not divide batch_size=16; use 2, 4, 8 or 16"),
         ({"dp": 4, "microbatches": 3}, "microbatches=3 does not divide"),
         ({"steps": 0}, "steps=0"),
         ({"lr": 0.0}, "lr=0.0"),

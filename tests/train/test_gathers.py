@@ -7,9 +7,8 @@ from unittest.mock import patch
 import pytest
 
 import minipar
-from minipar.config.check_config import schedule_of
 from minipar.config.model_config import ModelConfig
-from minipar.config.train_config import TrainConfig
+from minipar.config.train_config import TrainConfig, schedule_of
 from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import Mesh
 from minipar.pipeline.stage import Stage

@@ -21,7 +21,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout
+from minipar.config.rules import TENSOR, broken
+from minipar.cost.layout import Job, Layout, views_of
 from minipar.cost.links import send_s
 from minipar.cost.memory import held_memory
 from minipar.cost.plan_command import Answer, Asked
@@ -153,13 +154,8 @@ def stage_layouts(job: Job, samples: int, gpus: int, live: int) -> tuple[Layout,
     shape, found = job.shape, []
     for tp in divisors_of(gpus, shape.num_heads):
         dp = gpus // tp
-        uneven = shape.hidden_dim % tp or shape.vocab_size % tp or job.seq_len % tp
-        if (
-            tp > job.machine.gpus_per_node
-            or samples % dp
-            or uneven
-            or (tp % shape.num_kv_heads and shape.num_kv_heads % tp)
-        ):
+        uneven = samples % dp or job.seq_len % tp or broken(views_of(job)({"tp": tp}), TENSOR)
+        if uneven or tp > job.machine.gpus_per_node:
             continue
         for ep in divisors_of(dp, shape.num_experts) if shape.num_experts else (1,):
             for zero in (0, 1) if dp > 1 else (0,):

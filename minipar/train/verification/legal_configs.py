@@ -9,8 +9,8 @@ from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
-from minipar.config.check_config import RECOMPUTE
 from minipar.config.choices import CHOSEN
+from minipar.config.rules import RECOMPUTE
 from minipar.config.train_config import TrainConfig
 from minipar.support.errors import divisors, require_positive
 

@@ -212,7 +212,7 @@ def test_of_many_meshes_each_schedule_is_made_once_and_no_annotation_is_evaluate
     model = replace(MODEL, num_layers=24, num_heads=12, dim=48, num_experts=12, top_k=2)
     config = replace(CONFIG, model=model, batch_size=48, schedule="zb-v", microbatches=4)
     with (
-        mock.patch("minipar.config.check_config.make_schedule", wraps=make_schedule) as made,
+        mock.patch("minipar.config.train_config.make_schedule", wraps=make_schedule) as made,
         mock.patch("minipar.support.options.get_type_hints", wraps=get_type_hints) as evaluated,
         mock.patch("minipar.extras.run.elastic._legal", wraps=_legal) as tried,
     ):

@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minipar
-from minipar.config.check_config import schedule_of
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
-from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
+from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig, schedule_of
 from minipar.mesh import Mesh, Placement, place_whole, placement_of
 from minipar.model import Transformer
 from minipar.model.huggingface import INDEX, LlamaWeights
