@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.comm.agreement import require_equal
-from minipar.mesh.shard_gradient import StageGradient, mark_gradient
+from minipar.mesh.shard_gradient import mark_gradient
 from minipar.model import IGNORE_INDEX
 from minipar.model.evaluating import evaluating
 from minipar.pipeline.batch import Batch, split_batch
@@ -127,7 +127,7 @@ class Pipeline:
         if self.comm.size > 1:
             for stage in self.stages.values():
                 for parameter in stage.module.parameters():
-                    mark_gradient(parameter, StageGradient)
+                    mark_gradient(parameter)
         return loss
 
     @torch.no_grad()

@@ -104,33 +104,30 @@ class Signs(torch.optim.SGD):
 
 
 def stepped_by(world):
-    """What the first step says of each optimizer over FSDP's shards that takes norms or dot products."""
-    for cls, options in (
-        (torch.optim.Adafactor, {}),
-        (torch.optim.Adafactor, {"foreach": True}),
-        (torch.optim.LBFGS, {}),
-    ):
-        # Each rank has elements of the weight: of an empty shard, torch's Adafactor divides by the number of elements.
-        fsdp = FSDP(nn.Linear(6, 32, bias=False).double(), world)
-        optimizer = cls(fsdp.parameters(), lr=0.1, **options)
-        loss = loss_of(fsdp, world.rank)
-        loss.backward()
+    """What the first step says of each optimizer over FSDP's shards, and of those that may step."""
+    said = {}
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, Signs):
+        fsdp = FSDP(network(), world, nn.Linear)
+        optimizer = cls(fsdp.parameters(), lr=0.1)
         before = [p.detach().clone() for p in fsdp.parameters()]
-        with pytest.raises(
-            RuntimeError, match="of which this rank has a part; .* updates each element from that"
-        ):
-            optimizer.step(lambda loss=loss: loss)
+        with pytest.raises(ValueError) as refusal:
+            optimizer.step(lambda: 0.0)
+        said[cls.__name__] = str(refusal.value)
         assert all(torch.equal(p, b) for p, b in zip(fsdp.parameters(), before))
-    fsdp = FSDP(network(), world, nn.Linear)
-    loss_of(fsdp, world.rank).backward()
-    Signs(fsdp.parameters(), lr=0.1, momentum=0.5).step()
+    trusted = FSDP(network(), world, nn.Linear, per_element=True)
+    loss_of(trusted, world.rank).backward()
+    Signs(trusted.parameters(), lr=0.1).step()
     whole = network()
     loss_of(whole, world.rank).backward()
     torch.optim.Adafactor(whole.parameters()).step()  # not FSDP's
+    return said
 
 
-def test_an_optimizer_that_takes_norms_of_shards_is_refused():
-    minipar.run(stepped_by, world_size=2)
+def test_an_optimizer_not_known_to_be_per_element_is_refused_on_fsdps_shards():
+    for said in minipar.run(stepped_by, world_size=2):
+        for name, sentence in said.items():
+            assert sentence.startswith(f"{name} is not known to update each element from that element alone")
+            assert "per_element=True" in sentence
 
 
 def stepped_by_lamb(world):

@@ -70,8 +70,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
         for alike in _by_shape(params):
             momenta = [self.state[p]["momentum_buffer"] for p in alike]
-            # As plain tensors: of experts over ep, this rank has a part, but its matrices are whole.
-            grads = [p.grad.as_subclass(Tensor) for p in alike if p.grad is not None]
+            grads = [p.grad for p in alike if p.grad is not None]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             directions = torch._foreach_lerp(grads, momenta, group["momentum"])
             steps = newton_schulz(torch.stack(directions)).contiguous().unbind()

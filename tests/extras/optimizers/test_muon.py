@@ -20,7 +20,6 @@ from minipar.extras.optimizers.whole_parameters import (
     assign,
     update_flops,
 )
-from minipar.mesh import Placement, set_placement
 from minipar.support.errors import RankError
 from minipar.train.verification.verify import table, verify
 from tests.examples import examples
@@ -43,15 +42,6 @@ def test_all_singular_values_come_near_1_and_singular_vectors_stay(seed, m, n, s
     assert found.max() < 1.21
     torch.testing.assert_close(got, torch.diag_embed(found), rtol=0, atol=1e-10)
     torch.testing.assert_close(newton_schulz(matrices[0]), newton_schulz(matrices)[0], rtol=0, atol=1e-10)
-
-
-def test_experts_of_which_other_ranks_have_the_rest_are_whole_matrices():
-    experts = [nn.Parameter(torch.ones(2, 3, 3, dtype=torch.float64)) for _ in range(2)]
-    set_placement(experts[1], Placement.whole("up", [4, 3, 3]).shard(0, 0, 2))
-    for expert in experts:
-        (expert * torch.eye(3)).sum().backward()
-        Muon([expert], lr=0.1).step()
-    assert torch.equal(*experts)
 
 
 @given(seeds, st.integers(2, 9), st.integers(2, 9))
