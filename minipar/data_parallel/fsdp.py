@@ -123,7 +123,7 @@ class FSDP(nn.Module):
     Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
     not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
     replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
-    FSDP found no tensor that requires a gradient (it searches containers and dataclasses); TypeError for a copy of the
+    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
     wrapper or of a module with shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
@@ -380,7 +380,7 @@ class FSDP(nn.Module):
             name = self.reducer.gradients_of[param].flat.names[param]
             raise RuntimeError(
                 f"the backward reached {name}, but not through the output of its unit, {unit.name!r}, in which there is "
-                "no tensor to be seen; return the tensors, in containers or dataclasses"
+                "no tensor to be seen; return the tensors, in containers, dataclasses or attributes of an object"
             )
         self.reducer.collect_grad(param, gradient)
 

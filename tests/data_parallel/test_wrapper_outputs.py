@@ -115,7 +115,7 @@ class Outer(nn.Module):
 
 def hidden_outputs(world, wrapper):
     grads = []
-    for how in (Out, Slots):
+    for how in (Out, Slots, Object):
         for units in (None, Hides, (Hides, nn.Linear)) if wrapper == "FSDP" else (None,):
             options = {"units": units} if wrapper == "FSDP" else {}
             wrapped = WRAPPERS[wrapper](Outer(how), world, **options)
@@ -131,7 +131,7 @@ def hidden_outputs(world, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_outputs_may_be_in_dataclasses(wrapper):
+def test_outputs_may_be_in_dataclasses_and_objects(wrapper):
     model = Outer(Out)
     grads = in_one_process(model, 2)
     for results in minipar.run(hidden_outputs, wrapper, world_size=2):
@@ -167,24 +167,6 @@ def test_a_loss_kept_in_an_attribute_is_refused_by_fsdp_and_trained_by_ddp():
     for grads in minipar.run(loss_in_an_attribute, world_size=2):
         for name, want in in_one_process(network(), 2).items():
             assert_equal_to(grads[name], want, what=name)
-
-
-def outputs_in_an_object(world):
-    fsdp = FSDP(Outer(Object), world, Hides)
-    with pytest.raises(
-        RuntimeError, match=r"the backward reached .*return the tensors, in containers or dataclasses"
-    ):
-        loss_of(fsdp, world.rank).backward()
-    ddp = DDP(Outer(Object), world)
-    loss_of(ddp, world.rank).backward()
-    return {name: p.grad for name, p in ddp.module.named_parameters()}
-
-
-def test_outputs_in_an_object_are_refused_by_fsdp_and_trained_by_ddp():
-    want = in_one_process(Outer(Out), 2)
-    for grads in minipar.run(outputs_in_an_object, world_size=2):
-        for name in want:
-            assert_equal_to(grads[name], want[name], what=name)
 
 
 def changed_in_place(world, wrapper):
