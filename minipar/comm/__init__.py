@@ -14,7 +14,7 @@ collectives.py       the algorithms of each collective, and the one that "auto" 
 communicator.py      Comm: a group of ranks, with the collectives as methods
 repeated.py          a forward repeated without its messages, for activation checkpointing
 host.py              a Comm of the same ranks for tensors on the CPU
-objects.py           gathers Python values
+objects.py           gathers and broadcasts Python values
 agreement.py         values that must be equal on all ranks
 autograd.py          collectives with their adjoints as backward
 

@@ -46,10 +46,11 @@ class Averaging(Choice):
             )
         if before == "none":
             return
-        own, then = vars(config.options["compress"]), stored["options"]["compress"]
+        own, then = config.options.get("compress"), stored["options"].get("compress", {})
         for kept in self.kept:
-            if kept in own:
-                what, value, stored_value = f"compress.{kept}", own[kept], then.get(kept)
+            if hasattr(own, kept):  # a checkpoint from before there was this option: its default
+                what, value = f"compress.{kept}", getattr(own, kept)
+                stored_value = then.get(kept, getattr(type(own), kept))
             else:
                 what, value, stored_value = kept, getattr(config, kept), stored.get(kept)
             if value != stored_value:

@@ -6,7 +6,7 @@ broken. The advice of a refusal is computed: the values of a setting that break 
 
 TENSOR        tp and the sizes of a model                STAGES    pp and the number of layers
 EXPERTS       ep, the experts and the ranks              TOKENS, GROUPS    cp and tp, and a sample's tokens and heads
-DATA, BATCH   a run's data and batch                     RUN       all that a TrainConfig must meet once its batch fits
+DATA, BATCH   a run's data and batch                     RUN       what else a TrainConfig must meet, its tp layout apart
 """
 
 from __future__ import annotations

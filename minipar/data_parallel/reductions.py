@@ -38,7 +38,8 @@ class Reduction(NamedTuple):
     flags: Tensor | None = None
 
 
-# Starts a reduction. The handle's `wait()` returns `flat` or, where `sizes` are given, this rank's chunk.
+# Starts a reduction. The handle's `wait()` returns `flat` or, where `sizes` are given, this rank's chunk, in memory of its
+# own or in `out`: that of `flat` may be freed then.
 ReduceBucket = Callable[[Reduction], Pending]
 
 

@@ -41,7 +41,6 @@ def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, fl
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
     parts += [StoredPart(BUFFER, placement, buffer) for placement, buffer in buffers_of(state)]
-    parts += state.averaging.stored_parts(state)
     return parts, numbers
 
 

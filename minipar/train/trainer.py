@@ -260,6 +260,7 @@ class _Store:
             self._saver.poll()
             return False
         parts, numbers = parts_of(self._state)
+        parts += self._state.averaging.stored_parts(self._state)
         extra = described(self._config, self._text_id, step)
         if self._state.scaler is not None:
             extra["loss_scaler"] = self._state.scaler.state_dict()

@@ -1,5 +1,9 @@
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 
+from minipar.config.choices import Averaging
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.train import train
@@ -86,3 +90,22 @@ def test_no_advice_of_a_run_names_what_only_a_function_takes():
     """`pad=True` is an argument of context_parallel, and no flag."""
     for attention in ("ulysses", "usp"):
         assert "pad" not in refusal(VERIFY_DEFAULTS, dict(cp=8, cp_attention=attention, cp_ulysses=8))
+
+
+@dataclass(frozen=True)
+class OfLater:
+    old: int = 1
+    new: bool = True
+
+
+@pytest.mark.parametrize(
+    ("kept", "options", "stored"),
+    [((), {}, {}), (("old", "new"), {"compress": OfLater()}, {"compress": {"old": 1}})],
+    ids=["without options", "with an option that there was not yet"],
+)
+def test_an_averaging_resumes_its_own_checkpoint(kept, options, stored):
+    averaging, config = Averaging("its:code"), SimpleNamespace(compress="mine", options=options)
+    averaging.kept = kept
+    averaging.require_resumable(config, {"compress": "mine", "options": stored}, "it was saved")
+    with pytest.raises(ValueError, match="compress=mine, but it was saved with compress=other"):
+        averaging.require_resumable(config, {"compress": "other", "options": stored}, "it was saved")

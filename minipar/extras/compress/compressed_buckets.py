@@ -98,7 +98,7 @@ def own_gradients(reduction: Reduction) -> Pending:
     """Send nothing: each rank takes its own gradients for the mean, since the optimizer averages momenta or weights."""
     if reduction.op == "sum":
         reduction.flat.mul_(reduction.comm.size)
-    return Handle.finished_with(reduction.flat)
+    return Handle.finished_with(_own_part(reduction))
 
 
 @torch.no_grad()
@@ -110,7 +110,13 @@ def _average(compressor: Compressor, reduction: Reduction, layout: Layout) -> Te
         parts[key].copy_(mean if reduction.op == "mean" else mean * comm.size)
     if reduction.flags is not None:
         comm.all_reduce_(reduction.flags)
-    return flat if reduction.sizes is None else flat.split(list(reduction.sizes))[comm.rank]
+    return _own_part(reduction)
+
+
+def _own_part(reduction: Reduction) -> Tensor:
+    """Return `flat` or, where `sizes` are given, a copy of this rank's chunk."""
+    flat, sizes = reduction.flat, reduction.sizes
+    return flat if sizes is None else flat.split(list(sizes))[reduction.comm.rank].clone()
 
 
 @torch.no_grad()

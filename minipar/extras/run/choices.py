@@ -11,12 +11,13 @@ class Elastic(Choice):
     """The choice `--membership elastic`: when ranks are lost, the run continues on the remaining ranks."""
 
     def check(self, config: Any) -> None:
-        """Raise ValueError if a run saves no checkpoints, or has losses that depend on the mesh."""
+        """Raise ValueError if a run saves no checkpoints, or has losses or a state that depend on the mesh."""
         if not config.checkpoint_every:
             raise ValueError(
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
             )
-        if config.choice("compress").exact_steps(config) < config.steps:
+        averaging = config.choice("compress")
+        if averaging.kept or averaging.exact_steps(config) < config.steps:
             raise ValueError(
                 f"membership=elastic may go on with another mesh, and the losses of compress={config.compress} depend on "
                 "it; use compress=none"

@@ -493,6 +493,8 @@ def test_fsdp_refuses_second_reductions_and_averages_whole_gradients():
             model = FSDP(net(), world, reduce_bucket=make and CompressedBuckets(make))
             loss_of(model, world.rank, 0).backward()
             grads.append([p.grad for p in model.parameters()])
+        sizes = [[x.untyped_storage().nbytes() for x in own] for own in grads]
+        assert sizes[0] == sizes[1] == sizes[2], "the gradients keep a whole unit's memory"
         return grads
 
     for *compressed, plain in minipar.run(whole, world_size=2):

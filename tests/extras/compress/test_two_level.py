@@ -146,7 +146,7 @@ def trained(world, compress, zero):
     if zero:
         wrapped = model
         optimizer = ZeroOptimizer(
-            model.parameters(), torch.optim.Adam, world, bucket_mb=0.0002, reduce_bucket=buckets, **adam
+            model.parameters(), torch.optim.Adam, world, zero, bucket_mb=0.0002, reduce_bucket=buckets, **adam
         )
     else:
         wrapped = DDP(model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce_bucket=buckets)
@@ -159,10 +159,11 @@ def trained(world, compress, zero):
 
 
 @pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
-def test_zero_1_has_the_bits_of_ddp(compress):
-    ddp = minipar.run(trained, compress, False, world_size=2)
-    zero = minipar.run(trained, compress, True, world_size=2)
-    plain = minipar.run(trained, None, False, world_size=2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_1_and_2_have_the_bits_of_ddp(compress, stage):
+    ddp = minipar.run(trained, compress, 0, world_size=2)
+    zero = minipar.run(trained, compress, stage, world_size=2)
+    plain = minipar.run(trained, None, 0, world_size=2)
     assert all(torch.equal(a, b) for x, y in zip(ddp, zero) for a, b in zip(x, y))
     assert not all(torch.equal(a, b) for a, b in zip(ddp[0], plain[0]))
 
@@ -181,6 +182,26 @@ def test_ddp_with_own_gradients_sends_nothing(reduce, times):
         return world.traffic.sent_bytes, all(torch.equal(p.grad, times * q.grad) for p, q in pairs)
 
     assert minipar.run(local, world_size=2) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_with_own_gradients_steps_by_each_ranks_own(stage):
+    def local(world):
+        model, alone = net(), net()
+        sgd = ZeroOptimizer(
+            model.parameters(), torch.optim.SGD, world, stage, lr=0.1, reduce_bucket=own_gradients
+        )
+        loss_of(model, world.rank, 0).backward()
+        sgd.step()
+        loss_of(alone, world.rank, 0).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        flat = [torch.cat([p.detach().view(-1) for p in x.parameters()]) for x in (model, alone, net())]
+        return [x.tolist() for x in flat]
+
+    (got, first, start), (same, second, _) = minipar.run(local, world_size=2)
+    assert got == same
+    assert all(x in (a, b) for x, a, b in zip(got, first, second))  # each element by the rank that has it
+    assert got not in (first, second, start)
 
 
 def test_a_gradient_of_one_rank_that_is_not_finite_stops_ddp():

@@ -240,6 +240,7 @@ def test_a_measured_machine_is_planned_for_where_there_is_one(tmp_path, monkeypa
             "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more",
         ),
         (dict(compress="topk"), "losses of compress=topk depend on it; use compress=none"),
+        (dict(compress="topk", options={"compress": {"fraction": 1.0}}), "compress=topk depend on it"),
     ],
 )
 def test_what_could_not_go_on_is_refused(changes, words):
