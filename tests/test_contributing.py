@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "guide").iterdir())}
 COPIED = (
-    "minipar", "visualize", "tests", "lessons", "docs", "website", "pyproject.toml", "README.md", "Makefile",
+    "minipar", "visualize", "benchmarks", "tests", "lessons", "docs", "website", "pyproject.toml", "README.md", "Makefile",
 )  # fmt: skip
 WHERE = r"(New file|At the end of|In) (`+)(.+?)\2(?:, after the line (`+)(.+?)\4)?:\n\n"
 BLOCK = re.compile(rf"^{WHERE}(`{{3,4}})\w*\n(.*?)^\6$", re.M | re.S)
