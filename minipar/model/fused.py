@@ -23,7 +23,7 @@ def unsupported_reason(q: Tensor, mask: Mask) -> str | None:
         return "documents"
     if mask.causal and len({run.step for run in (*mask.queries, *mask.keys)}) > 1:
         return "runs of different steps"
-    if q.is_cuda and (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8):
+    if q.device.type == "cuda" and (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8):
         return f"{str(q.dtype).removeprefix('torch.')} of head_dim={q.shape[-1]} on cuda"
     return None
 
@@ -94,7 +94,7 @@ def _dense_features(x: Tensor) -> Tensor:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = map(_dense_features, (q, k, v))
-    if not q.is_cuda:
+    if q.device.type != "cuda":
         if k.shape[2] < FEW_KEYS and (q.isnan().any() or k.isnan().any()):
             return _with_nan(q, k, v, is_causal)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
@@ -118,7 +118,7 @@ def _kernel_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out = map(_dense_features, (dout, q, k, v, out))
-    if not q.is_cuda:
+    if q.device.type != "cuda":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, is_causal
         )
