@@ -1,4 +1,4 @@
-"""What fits together, once: a table of rules that trainer, sweep, dry run and planner ask. Imports no torch.
+"""The rules of what fits together, said once: trainer, sweep, dry run and planner ask them. Imports no torch.
 
 A rule is asked of a `View`, which has the settings of a run, the sizes of its model and what follows from them as
 attributes, whoever made it: a TrainConfig, the planner, or a function that cuts a model. No text is made until a rule is

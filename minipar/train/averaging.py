@@ -1,4 +1,4 @@
-"""How a rank averages the gradients of a run. `--compress NAME` selects another way: see `minipar.extras.compress`."""
+"""The averaging of a run's gradients by a rank. `--compress NAME` selects another way: see `minipar.extras.compress`."""
 
 from __future__ import annotations
 
