@@ -95,7 +95,7 @@ def _dense_features(x: Tensor) -> Tensor:
 def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = map(_dense_features, (q, k, v))
     if q.device.type != "cuda":
-        if k.shape[2] < FEW_KEYS and (q.isnan().any() or k.isnan().any()):
+        if q.device.type == "cpu" and k.shape[2] < FEW_KEYS and (q.isnan().any() or k.isnan().any()):
             return _with_nan(q, k, v, is_causal)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
     else:
