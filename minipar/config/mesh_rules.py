@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from minipar.support.errors import one_of, require_divides, require_positive
+from minipar.config.rules import EP_RANKS, View, check
+from minipar.support.errors import one_of, require_positive
 
 
 def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
@@ -15,7 +16,7 @@ def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int =
     """
     require_positive(world=world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     _require_product(world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
-    require_divides("ep", ep, "dp*cp", dp * cp)
+    check(View(dict(dp=dp, cp=cp, tp=tp, ep=ep, fold_experts=False)), (EP_RANKS,))
 
 
 def _require_product(world_size: int, sizes: dict[str, int]) -> None:

@@ -1,4 +1,7 @@
-"""The rules of what fits together, said once: trainer, sweep, dry run and planner ask them. Imports no torch.
+"""The rules of what fits together, said once. Imports no torch.
+
+TrainConfig asks them when it is made, so that trainer, sweep and dry run have met them; `cost/layout.py` asks them for the
+planner, and `check_tensor_parallel` and `check_context_parallel` for a function that cuts a model.
 
 A rule is asked of a `View`, which has the settings of a run, the sizes of its model and what follows from them as
 attributes, whoever made it: a TrainConfig, the planner, or a function that cuts a model. No text is made until a rule is

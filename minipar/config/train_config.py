@@ -320,8 +320,6 @@ class TrainConfig:
             object.__setattr__(self, "model", sizes_from(self.init, self.model, (ModelConfig(), SMALL)))
         blocks_per_unit(self.recompute)  # raises ValueError for an unknown one
         self._check_fit()
-        for name in CHOSEN:
-            self.choice(name).check(self)
 
     def _check_fit(self) -> None:
         """Raise ValueError, by the rules of a run, if its mesh, model, batch and settings do not fit each other."""
@@ -330,6 +328,8 @@ class TrainConfig:
         check(View(view), DATA + BATCH)
         # Where a schedule is impossible, this raises ValueError.
         orders = [schedule_of(self, rank) for rank in range(self.dp)]
+        for name in CHOSEN:  # that of tp before the rules of a run, which divide by it
+            self.choice(name).check(self)
         heads = self.choice("tp_layout").ranks_of_heads(self)
         view |= {"order": orders[0], "num_stages": orders[0].num_stages, "ranks_of_heads": heads}
         check(View(view), RUN)

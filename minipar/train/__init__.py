@@ -10,6 +10,7 @@ step.py              one training step on one rank
 reference.py         the same steps in one process, and the largest differences
 log.py               writes the metrics after every step
 state.py             saves the state of a run to a checkpoint, and restores it
+run_files.py         the files that ranks write together: checkpoints, and parameters to compare
 resume.py            refuses the checkpoints of another run, and reports changed settings
 node_warning.py      a warning if tp's messages cross nodes
 planned.py           converts a run's configuration to the planner's job and layout

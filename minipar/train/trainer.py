@@ -27,20 +27,18 @@ from minipar.support.errors import Stopped
 from minipar.support.trace import DATA, Span, span, write_chrome_trace
 from minipar.train.checkpoint.initial_weights import check_initial_weights
 from minipar.train.checkpoint.restore import (
-    Checkpoint,
     CheckpointRef,
     agree_on_newest,
     decided_on_rank_0,
     newest_whole,
 )
-from minipar.train.checkpoint.saver import Saver, checkpoint_path
 from minipar.train.data.prefetch import prefetch_batches
 from minipar.train.data.text import NO_TEXT, Text, TextId, hold_out, load_data
 from minipar.train.data.tokenizer import TOKENIZER, name_of_codec, read_tokenizer
 from minipar.train.log import Metrics, MetricsLog
 from minipar.train.node_warning import warn_if_tp_crosses
 from minipar.train.optim import NotFinite
-from minipar.train.parallelize import RankState, parallelize
+from minipar.train.parallelize import parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
 from minipar.train.resume import (
     in_own_folder,
@@ -50,14 +48,11 @@ from minipar.train.resume import (
     require_usable,
     set_aside,
 )
-from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
+from minipar.train.run_files import PARAMETERS, RunFiles, Stop
+from minipar.train.state import StoredParameters, restore
 from minipar.train.step import evaluate, local_batch, train_step
-from minipar.train.text_generation import sample_text
 
 OnProgress = Callable[[str, Metrics], None]
-Stop = Callable[[], bool]  # whether the run has been asked to stop
-PARAMETERS = ".parameters"  # a subfolder of the run's folder, while it runs
-SAMPLE_TOKENS = 150
 
 
 @dataclass
@@ -107,7 +102,7 @@ def train(
     if config.eval_every:
         text, held_out = hold_out(whole, config.seq_len)
     text_id = TextId(digest, len(text), name_of_codec(config))
-    work = partial(_train, text, held_out, text_id, on_progress, stop or (lambda: False))
+    work = partial(_run_in_folder, text, held_out, text_id, on_progress, stop or (lambda: False))
     world = init_from_env(timeout_s=config.timeout_s) if under_torchrun() else None
     if world is not None:
         require_same_start(world, config, text_id)
@@ -120,11 +115,11 @@ def train_on_given_ranks(config: TrainConfig, world: Comm | None, work: Work) ->
     return work(config, world)
 
 
-def _train(
+def _run_in_folder(
     text: Text, held_out: Text | None, text_id: TextId, on_progress: OnProgress | None, stop: Stop,
     config: TrainConfig, world: Comm | None,
 ) -> Result | None:  # fmt: skip
-    """Train on `world`, which has torchrun's ranks, or on local ranks if `world` is None."""
+    """Train on `world`, which has torchrun's ranks, or on local ranks if it is None; write its folder, and compare."""
     if world is not None and world.size != config.world_size:
         raise ValueError(
             f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {world.size}"
@@ -200,7 +195,7 @@ def train_rank(
     if start is not None:
         restore(state, start.open())
         begin = start.step
-    store = _Store(world, config, state, start, text_id)
+    files = RunFiles(world, config, state, start, text_id)
     make = partial(local_batch, state.mesh, config, text, device=world.device)
     with closing(prefetch_batches(make, range(begin, config.steps))) as batches:
         for step in range(begin, config.steps):
@@ -212,7 +207,7 @@ def train_rank(
             try:
                 done = train_step(world, state, config, text, step, batch=batch, data_wait_s=data_wait_s)
             except NotFinite:
-                store.finish()  # every rank is here, so what they have written becomes a checkpoint
+                files.finish()  # every rank is here, so what they have written becomes a checkpoint
                 raise
             metrics.append(done)
             if held_out is not None and (step + 1) % config.eval_every == 0:
@@ -222,79 +217,15 @@ def train_rank(
             if begin == 0 and step + 1 == min(
                 config.verify_steps, config.choice("compress").exact_steps(config)
             ):
-                verified = store.parameters(step + 1)
-            if store.after(step + 1, stop):
+                verified = files.parameters(step + 1)
+            if files.after(step + 1, stop):
                 return Trained(metrics, {}, "", None, step + 1)
     world.trace = None
     traces = gather_objects(world, trace.spans)
-    sample = store.sample(verified)
+    sample = files.sample(verified)
     if traces is None or sample is None:
         return None
     return Trained(metrics, dict(enumerate(traces)), sample, verified)
-
-
-class _Store:
-    """Files that the ranks of a run write together: checkpoints, and parameters for the comparison and for the sample."""
-
-    def __init__(
-        self, world: Comm, config: TrainConfig, state: RankState, start: CheckpointRef | None, text_id: TextId
-    ) -> None:
-        self._world, self._config, self._state = world, config, state
-        self._step_of_parameters, self._text_id = 0, text_id
-        self._saver: Saver | None = None
-        if config.checkpoint_every:
-            resumed = start and start.path
-            wait = config.choice("offload").load().waits_for_saves
-            self._saver = Saver(world, config.folder / CHECKPOINTS, config.keep, wait, resumed)
-
-    def after(self, step: int, stop: Stop) -> bool:
-        """Save the state after `step` steps if a checkpoint is due or the run ends; else poll the save in progress.
-
-        Returns whether the run ends before its last step, because `stop()` is true on a rank. All-reduces that: 8 bytes.
-        """
-        every, steps = self._config.checkpoint_every, self._config.steps
-        if self._saver is None:
-            return False
-        stopped = step < steps and self._saver.any_rank(stop())
-        if step % every and step < steps and not stopped:
-            self._saver.poll()
-            return False
-        parts, numbers = parts_of(self._state)
-        parts += self._state.averaging.stored_parts(self._state)
-        extra = described(self._config, self._text_id, step)
-        if self._state.scaler is not None:
-            extra["loss_scaler"] = self._state.scaler.state_dict()
-        self._saver.save(step, parts, extra, numbers)
-        if step == steps or stopped:
-            self.finish()
-        return stopped
-
-    def finish(self) -> None:
-        """Wait for the save in progress, if any. All ranks must call it."""
-        if self._saver is not None:
-            self._saver.finish()
-
-    def parameters(self, step: int) -> CheckpointRef | None:
-        """Write only the parameters, and tell rank 0 where `train` can read them: no rank has memory for all of them."""
-        saver = Saver(self._world, self._config.folder / PARAMETERS, keep=0, wait=True)
-        parts = [part for part in parts_of(self._state)[0] if part.kind in (PARAMETER, BUFFER)]
-        saver.save(step, parts, described(self._config, self._text_id))
-        self._step_of_parameters = step
-        return None if self._world.rank else Checkpoint(self._path(PARAMETERS, step)).chosen
-
-    def sample(self, verified: CheckpointRef | None) -> str | None:
-        """Generate a text sample for rank 0, from the last checkpoint or else from parameters that are written for it."""
-        config, steps = self._config, self._config.steps
-        path = self._path(CHECKPOINTS if self._saver else PARAMETERS, steps)
-        if self._saver is None and self._step_of_parameters != steps:
-            self.parameters(steps)
-        text = sample_text(self._world, config, path, SAMPLE_TOKENS)
-        if self._world.rank == 0 and verified is None:
-            shutil.rmtree(config.folder / PARAMETERS, ignore_errors=True)
-        return text
-
-    def _path(self, folder: str, step: int) -> Path:
-        return checkpoint_path(self._config.folder / folder, step)
 
 
 def _require_end(config: TrainConfig, trained: Trained | None) -> None:

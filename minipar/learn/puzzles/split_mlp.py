@@ -71,7 +71,6 @@ def matmul_of(world: World, rank: int) -> Callable[..., Call]:
                 raise Fault(f"the {weight.of} multiplies the {source}, and is given the {x.of}")
             block_bytes = num_bytes // p
             (kind,), everything = weight.about, tuple(range(p))
-            _refuse_partial(x, p, "a matrix product")
             if kind == COLUMNS:
                 if x.indices != everything:
                     raise Fault(f"columns of the {weight.of} multiply all features, and here is only {x!r}")
@@ -98,24 +97,15 @@ def gelu(x: Any) -> Value:
     """Return gelu of each element. Raises Fault for a partial sum: the gelu of a sum is not the sum of gelus."""
     if not isinstance(x, Value) or x.of != "hidden":
         raise Fault(f"gelu comes after the first product, and is given {name_of(x)}")
-    num_blocks = HIDDEN_BYTES // x.block_bytes
-    _refuse_partial(x, num_blocks, "gelu")
-    blocks = [(index, parts_of(f"feature block {index} of hidden")) for index in x.indices]
-    return Value(x._memory, "activated hidden", blocks, x.block_bytes)
-
-
-def _refuse_partial(x: Value, num_blocks: int, what: str) -> None:
-    """Raise Fault if a product lacks the parts of some features, or has a part more than once."""
-    source = {"hidden": "x"}.get(x.of)
-    if source is None:
-        return
-    needed = [f"feature block {i} of {source}" for i in range(num_blocks)]
+    needed = [f"feature block {i} of x" for i in range(HIDDEN_BYTES // x.block_bytes)]
     for _, parts in x.blocks:
         missing = [name for name in needed if name not in parts]
         if missing:
-            raise Fault(f"{what} of a partial sum: {missing_parts(missing)} missing in {x.of}")
+            raise Fault(f"gelu of a partial sum: {missing_parts(missing)} missing in hidden")
         if any(count != 1 for count in parts.values()):
-            raise Fault(f"{what} of a sum in which a part came more than once")
+            raise Fault("gelu of a sum in which a part came more than once")
+    blocks = [(index, parts_of(f"feature block {index} of hidden")) for index in x.indices]
+    return Value(x._memory, "activated hidden", blocks, x.block_bytes)
 
 
 def job(world: World) -> Job:

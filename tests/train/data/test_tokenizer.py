@@ -15,7 +15,7 @@ from minipar.train import generate_text, train
 from minipar.train.data import tokenizer
 from minipar.train.data.token_file import open_tokens
 from minipar.train.data.tokenizer import Bytes, Ids, Placed, Tokenizer, encoded, write_tokens
-from minipar.train.trainer import SAMPLE_TOKENS
+from minipar.train.run_files import SAMPLE_TOKENS
 from tests.cli.test_cli import outcome
 
 WORDS = [
