@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class PointToPoint:
         self.traffic: Traffic = Traffic(parent.traffic if parent else None)
         self.levels: Levels | None = None
         self._of = ""  # what the next collective sends, if its caller says
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("a Comm cannot be deep-copied, nor a model that has one: copy a model before it is split")
 
     @property
     def trace(self) -> Trace | None:

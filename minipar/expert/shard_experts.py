@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.config.choices import DISPATCHES, NodeOptions
-from minipar.mesh import Mesh, place_whole, placement_of, set_placement
+from minipar.mesh import Mesh, cut_in_place, place_whole, placement_of
 from minipar.model.moe import MoE, moe_layers
 from minipar.support.errors import require_divides
 from minipar.support.options import make_options
@@ -70,12 +70,10 @@ def shard_moe(moe: MoE, comm: Comm, name: str) -> None:
 
 
 def _keep_local_experts(parameter: nn.Parameter, comm: Comm) -> None:
-    """Make the parameter this rank's part: the same object, so that an optimizer which has it trains the part."""
     E = parameter.shape[0]
     start, length = comm.rank * E // comm.size, E // comm.size
     placement = placement_of(parameter).split(0, start, length)
-    parameter.grad, parameter.data = None, parameter.data[start : start + length].clone()
-    set_placement(parameter, placement)
+    cut_in_place(parameter, parameter.data[start : start + length].clone(), placement)
 
 
 def is_expert(parameter: Tensor) -> bool:

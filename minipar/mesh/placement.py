@@ -226,6 +226,18 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
                 param.register_post_accumulate_grad_hook(mark_gradient)
 
 
+def cut_in_place(param: torch.Tensor, part: torch.Tensor, placement: Placement) -> None:
+    """Make the parameter this rank's part: the same object, so that an optimizer which has it trains the part.
+
+    While an output of before is kept, autograd keeps the shape that it gave the parameter's gradient; it forgets that where
+    the dtype changes in between.
+    """
+    other = torch.float32 if part.dtype == torch.float64 else torch.float64
+    param.grad, param.data = None, torch.empty(0, dtype=other, device=part.device)
+    param.data = part
+    set_placement(param, placement)
+
+
 def placement_of(param: torch.Tensor) -> Placement:
     """Return the parameter's placement. Raises ValueError if it has none."""
     placement: Placement | None = getattr(param, "placement", None)

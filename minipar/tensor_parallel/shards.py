@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from minipar.mesh import Placement, placement_of, set_placement
+from minipar.mesh import Placement, cut_in_place, placement_of, set_placement
 
 
 def shard_parameter(
@@ -36,9 +36,8 @@ def keep_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) -> Non
     for name, shard in list(model.named_parameters()):
         parameter = before[name]
         if parameter is not shard:
-            parameter.grad, parameter.data = None, shard.data
             vars(parameter).update(vars(shard))
-            set_placement(parameter, placement_of(shard))
+            cut_in_place(parameter, shard.data, placement_of(shard))
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, parameter)
 

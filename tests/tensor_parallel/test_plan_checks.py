@@ -1,5 +1,7 @@
 """Mistakes in a plan, and in what tp ranks are given, raise on every rank; a right plan trains as one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,8 +78,12 @@ def trained(model, optimizer, steps=3):
 def _optimizer_first(world):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    output = model(tokens_of(0))  # kept, and with it the graph of the whole model
     tensor_parallel(model, world, plan=PLAN)
     trained(model, optimizer)
+    del output
+    with pytest.raises(TypeError, match="a Comm cannot be deep-copied, nor a model that has one"):
+        copy.deepcopy(model)
     return full_state_dict(model, world)
 
 
