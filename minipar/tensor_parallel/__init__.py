@@ -11,6 +11,7 @@ vocab.py            embedding and cross-entropy with the vocabulary split over r
 split_experts.py    MoE layers, each expert split by its hidden features
 plan_checks.py      checks of a plan in its first call and backward
 by_plan.py          any model, split by a plan that names its modules
+before_split.py     what `tensor_parallel` refuses before it changes anything
 split_model.py      `tensor_parallel`: shards every layer of the model
 gather_shards.py    full state dict from the shards
 """

@@ -14,7 +14,6 @@ matrix need no communication, since they act on each feature, or each head, sepa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +23,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minipar.comm import Comm, autograd
-from minipar.comm.agreement import require_equal
-from minipar.config.rules import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import place_whole
 from minipar.model.attention import Attention
@@ -36,7 +33,7 @@ from minipar.model.mlp import SwiGLU
 from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 from minipar.model.transformer import Transformer
-from minipar.support.errors import one_of
+from minipar.tensor_parallel.before_split import checked
 from minipar.tensor_parallel.by_plan import Plan, split_by_plan
 from minipar.tensor_parallel.parallel_linear import (
     ColumnParallelLinear,
@@ -44,7 +41,6 @@ from minipar.tensor_parallel.parallel_linear import (
     project_together,
     sum_together,
 )
-from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.sequence import (
     TOKEN_DIM,
     SequenceParallelDropout,
@@ -93,35 +89,24 @@ def tensor_parallel(
     dimension to be split, `chunked` is given without `sequence_parallel`, a block holds a layer that cannot be split, the
     model is already in data parallelism, or it is of another class and has no plan.
     """
-    if plan is not None:
-        if sequence_parallel or chunked or pad_vocab:
-            raise ValueError(
-                "sequence_parallel, chunked and pad_vocab are for minipar's Transformer; leave them out"
-            )
-        require_not_wrapped(model)
-        before = _same_on_every_rank(model, comm, {"plan": plan} if isinstance(plan, str) else plan)
-        split_by_plan(model, comm if algorithm == "auto" else comm.using(algorithm), plan)
-        keep_parameters(model, before)
-        return model
-    if not isinstance(model, Transformer):
-        raise ValueError(
-            f"a {type(model).__name__} is split by a plan of its modules; use plan={{...}}, see by_plan.py"
-        )
-    if chunked and not sequence_parallel:
-        raise ValueError(
-            "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
-        )
-    check_tensor_parallel(model.config, comm.size, pad_vocab)
-    require_not_wrapped(model)
-    _require_known_layers(model)
+    options = {"sequence_parallel": sequence_parallel, "chunked": chunked, "pad_vocab": pad_vocab}
+    before = checked(model, comm, plan, tuple(PARALLELIZE_BY_TYPE), **options)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
-    before = _same_on_every_rank(model, comm, {"config": model.config})
-    _warn_if_padded(model.config.vocab_size, comm)
+    if plan is not None:
+        split_by_plan(model, comm, plan)
+    else:
+        assert isinstance(model, Transformer)
+        split_transformer(model, TensorParallelPlan(comm, sequence_parallel, chunked))
+    keep_parameters(model, before)
+    return model
+
+
+def split_transformer(model: Transformer, how: TensorParallelPlan) -> None:
+    """Replace each layer of the model, or of a stage of it, by this rank's shard of it."""
     place_whole(model)
-    how = TensorParallelPlan(comm, sequence_parallel, chunked)
     if model.first:
         model.embedding = VocabParallelEmbedding.from_embedding(
-            model.embedding, comm, sequence_parallel, uneven=True
+            model.embedding, how.comm, how.sequence_parallel, uneven=True
         )
     for block in model.layers.values():
         assert isinstance(block, Block)
@@ -129,11 +114,9 @@ def tensor_parallel(
     if model.last:
         model.norm = shard_norm(model.norm, how)
         model.head = shard_head(model.head, how)
-        model.overrides.output = VocabParallelOutput(model.config.vocab_size, comm)
-    if sequence_parallel:
-        model.overrides.sequence_length = SequenceParallelLength(model.first, comm)
-    keep_parameters(model, before)
-    return model
+        model.overrides.output = VocabParallelOutput(model.config.vocab_size, how.comm)
+    if how.sequence_parallel:
+        model.overrides.sequence_length = SequenceParallelLength(model.first, how.comm)
 
 
 def cut_stage(stage: Transformer, tp: Comm, config: TrainConfig) -> None:
@@ -293,42 +276,3 @@ def shard_head(head: TiedHead | Linear, plan: TensorParallelPlan) -> TiedHead | 
     if isinstance(head, TiedHead):
         return VocabParallelTiedHead(plan.comm, plan.sequence_parallel)
     return plan.column(head, uneven=True)
-
-
-def _warn_if_padded(vocab_size: int, comm: Comm) -> None:
-    if vocab_size % comm.size and comm.rank == 0:
-        padded = -(-vocab_size // comm.size) * comm.size
-        warnings.warn(
-            f"vocab_size={vocab_size} is cut over tp={comm.size} as if padded to {padded}", stacklevel=3
-        )
-
-
-def _require_known_layers(model: Transformer) -> None:
-    for number, block in model.layers.items():
-        for name, layer in block.named_children():
-            if type(layer) not in PARALLELIZE_BY_TYPE:
-                kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
-                what = f"layers.{number}.{name} is a {type(layer).__name__}"
-                raise ValueError(f"{what}, for which there is no cut; use {kinds}")
-
-
-def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object]) -> dict[str, nn.Parameter]:
-    """Return the parameters by name. Raises ValueError where ranks differ in values or in how to cut the model."""
-    before = dict(model.named_parameters())
-    entries = {**{f"the cut of {name}": repr(cut) for name, cut in how.items()}, **before}
-    said = {name: described(x) if isinstance(x, Tensor) else x for name, x in entries.items()}
-    require_equal(
-        comm, "models", said, "give all tp ranks the same plan and the same weights, as one seed makes them"
-    )
-    return before
-
-
-def require_not_wrapped(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        placement = getattr(parameter, "placement", None)
-        if placement is not None and placement.is_part and placement.flat is None and not placement.expert:
-            raise ValueError(f"{name} is split already; split each model once, with one plan for all of it")
-        if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
-            raise ValueError(
-                f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
-            )

@@ -16,7 +16,7 @@ from minipar.extras.optimizers import families
 from minipar.mesh import Mesh
 from minipar.pipeline import execute
 from minipar.support import staging
-from minipar.tensor_parallel import split_model
+from minipar.tensor_parallel import before_split
 from minipar.train import optim, parallelize, step
 from minipar.train.data.prefetch import prefetch_batches
 from tests.train.nowhere import META, HostCopies, world_of
@@ -48,7 +48,7 @@ def copies_of_a_step(monkeypatch, options) -> HostCopies:
         families,
     ):  # without values, there are no holders of a part to be found
         monkeypatch.setattr(module, "norm_shares", lambda params, comm, count_tied=False: [1.0] * len(params))
-    for module in (arguments, execute, split_model):  # nor digests to compare
+    for module in (arguments, execute, before_split):  # nor digests to compare
         monkeypatch.setattr(module, "require_equal", lambda *_: None)
     config = replace(BASE, **options)
     world, copies = world_of(config.world_size), HostCopies()

@@ -36,8 +36,8 @@ from minipar.model.deferrable_linear import TiedHead
 from minipar.model.mlp import SwiGLU
 from minipar.model.norm import RMSNorm
 from minipar.model.transformer import Transformer
+from minipar.tensor_parallel.before_split import require_not_wrapped
 from minipar.tensor_parallel.shards import place
-from minipar.tensor_parallel.split_model import require_not_wrapped
 from minipar.tensor_parallel.vocab import vocab_parallel_cross_entropy
 
 Layout = GridLayout | CubeLayout
