@@ -20,7 +20,8 @@ recording.py     records a learner's run, to draw it
 solution.py      the source of a solution, with the helpers it uses
 project.toml     the ten steps of the project
 project.py       the learner's framework: start, check, train with the pieces written so far
-problems/        problems for pen and paper: three for each lesson
+problems.toml    problems for pen and paper: three for each lesson
+problems.py      the same, with numbers drawn
 cards.py         asks these problems, and writes the page lessons/problems.md
 command.py       the command `minipar exercise`
 """
