@@ -1,4 +1,4 @@
-"""The names that expressions in claims.toml, facts.toml and problems.toml may use: functions of the library, machines, models, jobs."""
+"""The names that expressions in claims.toml, facts.toml and problems.toml may use: functions, machines, models, jobs."""
 
 from __future__ import annotations
 
