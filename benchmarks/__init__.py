@@ -17,6 +17,7 @@ inference.py        serving many requests with each idea, and without it
 transformers_serving.py  the same requests and weights, served by transformers
 peers/              steps of other programs, from checkouts of the user's: `python -m benchmarks.peers --help`
 predicted.py        step times predicted by the cost model, after calibration here, beside measured ones
+guide/              pages of docs/generated: what each strategy sends, typical workloads, a run tuned step by step
 __main__.py         the command
 
 Each benchmark is a module with `rows(quick)`; the first line of its docstring is the title of its table. A benchmark with

@@ -1,8 +1,8 @@
 """The loss, the dropped choices and the bytes of small mixtures of experts, for each value of four routing options.
 
-    python -m minipar.visualize.routing [--runs minipar/learn/guide/routing.toml] [--out docs/generated/routing.png]
+    python -m minipar.visualize.routing [--runs benchmarks/guide/routing.toml] [--out docs/generated/routing.png]
 
-`minipar.learn.guide.routing` measures the runs, and docs/generated/routing.md shows them.
+`benchmarks.guide.routing` measures the runs, and docs/generated/routing.md shows them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,33 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from minipar.config.check_paths import require_picture
-from minipar.learn.guide.routing import Routed
 from minipar.visualize.style import BLUE, GREEN, INK, NORMAL, SMALL, VERMILION, new_figure, quiet, write
 
 BARS = {
     "drops": ("dropped choices", VERMILION, "{:.1%}"),
     "kilobytes": ("kB a step over ep", GREEN, "{:,.0f}"),
 }
+
+
+class Routed(NamedTuple):
+    """Means over the seeds of a setting: held-out loss, the share of choices dropped, and kB that a rank sends over ep.
+
+    lowest, highest   held-out loss, over the seeds
+    drops, kilobytes  per step, over its last steps
+    """
+
+    panel: str
+    label: str
+    loss: float
+    lowest: float
+    highest: float
+    drops: float
+    kilobytes: float
 
 
 def draw_routing(runs: Sequence[Routed], path: str | Path) -> Path:
@@ -70,11 +86,11 @@ def routing_figure(runs: Sequence[Routed]) -> Figure:
     return figure
 
 
-def main(runs: Path = Path("minipar/learn/guide/routing.toml"), out: Path = Path("runs/routing.png")) -> None:
+def main(runs: Path = Path("benchmarks/guide/routing.toml"), out: Path = Path("runs/routing.png")) -> None:
     """Draw runs in which one routing option was changed at a time.
 
     Args:
-        runs: the file that `minipar.learn.guide.routing` writes.
+        runs: the file that `benchmarks.guide.routing` writes.
         out: a .png, .svg or .pdf.
     """
     require_picture("out", out)

@@ -8,5 +8,4 @@ ideas.py   the map of ideas: `minipar ideas`, README's table, the heads of the l
 facts.py   numbers and formulas that several texts state, each computed in one place; texts quote them by name
 claims.py  widely repeated numbers, each computed anew: docs/generated/claims.md
 expressions.py  the functions, machines and models that facts and claims compute with
-guide      pages of docs/: what each strategy splits and sends, what limits typical workloads, a run tuned step by step
 """

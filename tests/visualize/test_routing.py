@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from minipar.learn.guide import routing
-from minipar.learn.guide.routing import Routed
-from minipar.visualize.routing import main, routing_figure
+from benchmarks.guide import routing
+from minipar.visualize.routing import Routed, main, routing_figure
 
 RUNS = [
     Routed("k", "1", 2.0, 1.9, 2.1, 0.25, 100.0),

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.patches import Rectangle
 
-from minipar.learn.guide.strategies import strategies
+from benchmarks.guide.strategies import strategies
 from minipar.visualize.strategies import KINDS, STRATEGIES, Bars, bars_of, main, strategies_figure
 
 

@@ -181,7 +181,7 @@ def _link(job: Job, layout: Layout, part: str) -> str:
 
 @cache
 def workloads() -> tuple[Workload, ...]:
-    text = (files("minipar.learn.guide") / "workloads.toml").read_text(encoding="utf-8")
+    text = (files("benchmarks.guide") / "workloads.toml").read_text(encoding="utf-8")
     return tuple(Workload(**quote(entry)) for entry in tomllib.loads(text)["workload"])
 
 
@@ -208,7 +208,7 @@ def page() -> str:
     ]
     for workload in workloads():
         lines += [paragraph(workload), ""]
-    lines.append("Written by `python -m minipar.learn.guide docs/generated`, which takes minutes.")
+    lines.append("Written by `python -m benchmarks.guide docs/generated`, which takes minutes.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """Write docs/generated/routing.md: small mixtures of experts, trained with one routing option changed at a time.
 
-    python -m minipar.learn.guide.routing minipar/learn/guide/routing.toml    # measures again: two ranks, ten minutes
+    python -m benchmarks.guide.routing benchmarks/guide/routing.toml    # measures again: two ranks, ten minutes
 
 The page's figures are in routing.toml. `python -m minipar.visualize.routing` draws them.
 """
@@ -24,6 +24,7 @@ from minipar.runtime.launch import run
 from minipar.train.data.text import Text, hold_out, load_text
 from minipar.train.parallelize import parallelize
 from minipar.train.step import evaluate, train_step
+from minipar.visualize.routing import Routed
 
 MODEL = ModelConfig(
     dim=32, num_layers=2, num_heads=2, hidden_dim=64, max_seq_len=64, num_experts=8, top_k=1, capacity_factor=1.25,
@@ -55,22 +56,6 @@ CHANGES: dict[str, dict[str, dict[str, object]]] = {
         "0.1": {"z_coef": 0.1},
     },
 }
-
-
-class Routed(NamedTuple):
-    """Means over the seeds of a setting: held-out loss, the share of choices dropped, and kB that a rank sends over ep.
-
-    lowest, highest   held-out loss, over the seeds
-    drops, kilobytes  per step, over the last LAST steps
-    """
-
-    panel: str
-    label: str
-    loss: float
-    lowest: float
-    highest: float
-    drops: float
-    kilobytes: float
 
 
 class Stored(NamedTuple):
@@ -131,7 +116,7 @@ def padded_kilobytes(model: ModelConfig) -> float:
 
 def stored() -> Stored:
     """Return the measurements that docs/generated/routing.md shows."""
-    found = tomllib.loads((files("minipar.learn.guide") / "routing.toml").read_text(encoding="utf-8"))
+    found = tomllib.loads((files("benchmarks.guide") / "routing.toml").read_text(encoding="utf-8"))
     return Stored(found["steps"], found["seeds"], [Routed(**row) for row in found["run"]])
 
 
@@ -167,7 +152,7 @@ def page() -> str:
         f"| {r.panel} | {r.label} | {r.loss:.3f} | {r.lowest:.3f} to {r.highest:.3f} | {r.drops:.1%} | {r.kilobytes:,.0f} |"
         for r in runs
     ]
-    lines += ["", *READING, "", "Written by `python -m minipar.learn.guide docs/generated`."]
+    lines += ["", *READING, "", "Written by `python -m benchmarks.guide docs/generated`."]
     return "\n".join(lines) + "\n"
 
 

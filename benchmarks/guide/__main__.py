@@ -1,9 +1,9 @@
-"""Write the pages of this package: `python -m minipar.learn.guide docs/generated`. Planning takes minutes."""
+"""Write the pages of this package: `python -m benchmarks.guide docs/generated`. Planning takes minutes."""
 
 import sys
 from pathlib import Path
 
-from minipar.learn.guide import routing, strategies, tuning, workloads
+from benchmarks.guide import routing, strategies, tuning, workloads
 
 PAGES = {
     "strategies.md": strategies.page,

@@ -101,7 +101,7 @@ def held(job: Job, layout: Layout) -> dict[str, float]:
 
 @cache
 def strategies() -> tuple[Strategy, ...]:
-    text = (files("minipar.learn.guide") / "strategies.toml").read_text(encoding="utf-8")
+    text = (files("benchmarks.guide") / "strategies.toml").read_text(encoding="utf-8")
     return tuple(Strategy(**quote(entry)) for entry in tomllib.loads(text)["strategy"])
 
 
@@ -140,7 +140,7 @@ def page() -> str:
     for strategy in strategies():
         lines += [_paragraph(strategy), ""]
     lines.append(
-        "Written by `python -m minipar.learn.guide docs/generated`; every number is computed by `minipar.cost`."
+        "Written by `python -m benchmarks.guide docs/generated`; every number is computed by `minipar.cost`."
     )
     return "\n".join(lines) + "\n"
 

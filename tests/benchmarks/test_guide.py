@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.guide import routing, tuning
+from benchmarks.guide import strategies as map_of
+from benchmarks.guide import workloads as jobs
+from benchmarks.guide.strategies import part_text, strategies
+from benchmarks.guide.tuning import LAYERS, RANKS, SETTINGS, STEPS, Setting, figures
+from benchmarks.guide.workloads import Priced, gain, naive, paragraph, row, workloads
 from minipar.cli import _parse
 from minipar.cli.flags import config_of
 from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Layout
 from minipar.cost.planner import plan
-from minipar.learn.guide import routing, tuning
-from minipar.learn.guide import strategies as map_of
-from minipar.learn.guide import workloads as jobs
-from minipar.learn.guide.strategies import part_text, strategies
-from minipar.learn.guide.tuning import LAYERS, RANKS, SETTINGS, STEPS, Setting, figures
-from minipar.learn.guide.workloads import Priced, gain, naive, paragraph, row, workloads
 
 DOCS = Path(__file__).parents[2] / "docs" / "generated"
-RENEW = "run: python -m minipar.learn.guide docs/generated"
+RENEW = "run: python -m benchmarks.guide docs/generated"
 
 # Strategies ------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Pages of docs/ whose figures are computed by `minipar.cost`, or were measured once and stored.
 
-    python -m minipar.learn.guide docs/generated
+    python -m benchmarks.guide docs/generated
 
 strategies.py, strategies.toml         writes strategies.md: what each strategy splits, sends and saves
 workloads.py, workloads.toml           writes workloads.md: typical workloads, what limits each, the planner's layout

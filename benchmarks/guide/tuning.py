@@ -1,6 +1,6 @@
 """Write docs/generated/tuning.md, a run tuned step by step: four real ranks, whose layers, link and disk sleep instead.
 
-    python -m minipar.learn.guide.tuning minipar/learn/guide/measured.toml    # measures again; use an idle machine
+    python -m benchmarks.guide.tuning benchmarks/guide/measured.toml    # measures again; use an idle machine
 
 The page's figures are in measured.toml, and its words in tuning.toml. `expected_s` computes the time of a step from the
 times that are slept.
@@ -163,7 +163,7 @@ def measured_text(machine: str, seen: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _toml(name: str) -> dict[str, Any]:
-    return quote(tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8")))
+    return quote(tomllib.loads((files("benchmarks.guide") / name).read_text(encoding="utf-8")))
 
 
 def page() -> str:
@@ -195,7 +195,7 @@ def page() -> str:
         lines += ["", said, "", "```", step["command"], "```"]
         before = now
     lines += ["", words["after"].format(now=before, gain=first / before["step_s"], **_constants())]
-    lines += ["", "Written by `python -m minipar.learn.guide docs/generated`."]
+    lines += ["", "Written by `python -m benchmarks.guide docs/generated`."]
     return "\n".join(lines) + "\n"
 
 
