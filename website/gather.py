@@ -281,8 +281,8 @@ def _story(exhibit) -> str:
 
 def cards() -> str:
     """Return the interview book by chapter: a question to unfold and, inside its answer, the follow-up to unfold."""
+    from benchmarks.guide.interview import LEVELS, cells_of, proof_link
     from minipar.learn.quiz.book import book, topics
-    from minipar.learn.quiz.pages import LEVELS, cells_of, proof_link
 
     cells, parts = cells_of(ROOT / "lessons"), []
     for topic in topics():

@@ -6,6 +6,5 @@ puzzles    one rank's program to write, run on a simulated network; the verdict 
 quiz       the interview book, and a quiz from it
 ideas.py   the map of ideas: `minipar ideas`, README's table, the heads of the lessons
 facts.py   numbers and formulas that several texts state, each computed in one place; texts quote them by name
-claims.py  widely repeated numbers, each computed anew: docs/generated/claims.md
-expressions.py  the functions, machines and models that facts and claims compute with
+expressions.py  the functions, machines and models that facts, problems and claims compute with
 """

@@ -4,7 +4,5 @@ book.toml    the questions, their spoken answers, and a proof of each answer
 book.py      reads the book
 progress.py  which questions were missed, kept in the user's data folder
 ask.py       the quiz in the terminal: questions of the book to answer aloud, and numeric ones with random numbers
-boards.py    whiteboard walkthroughs and system designs, with code of minipar.simple and the planner's numbers
-pages.py     all of it as Markdown: lessons/interview/
 command.py   `minipar quiz`
 """

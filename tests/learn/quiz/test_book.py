@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from minipar.learn.quiz.boards import SPOKEN, code_of, design_page, designs, services, walkthroughs
+from benchmarks.guide.boards import SPOKEN, code_of, design_page, designs, services, walkthroughs
+from benchmarks.guide.interview import cells_of, pages_of_questions
 from minipar.learn.quiz.book import as_entries, book, questions_on, topics
-from minipar.learn.quiz.pages import cells_of, pages_of_questions
 from minipar.schedules import one_f_one_b
 from minipar.spec import SPECIFICATIONS
 
@@ -70,7 +70,7 @@ def test_what_proves_an_answer_exists_and_contains_its_claim(name):
 
 
 PAGES = ROOT / "lessons" / "interview"
-RENEW = "run: python -m minipar.learn.quiz.pages lessons/interview"
+RENEW = "run: python -m benchmarks.guide.interview lessons/interview"
 
 
 def test_the_pages_are_those_of_the_book():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minipar.learn.claims import KINDS, claims, page
+from benchmarks.guide.claims import KINDS, claims, page
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = {claim.said: claim for claim in claims()}
@@ -13,7 +13,7 @@ CLAIMS = {claim.said: claim for claim in claims()}
 
 def test_the_page_is_that_of_the_claims():
     written = (ROOT / "docs" / "generated" / "claims.md").read_text()
-    assert written == page(), "run: python -m minipar.learn.claims docs/generated/claims.md"
+    assert written == page(), "run: python -m benchmarks.guide.claims docs/generated/claims.md"
     assert written.count("| **right**:") + written.count("| **wrong**:") == len(claims()) >= 35
 
 

@@ -1,6 +1,6 @@
 """Write docs/generated/claims.md: claims that are widely repeated, each with the computation that finds it right or wrong.
 
-    python -m minipar.learn.claims docs/generated/claims.md
+    python -m benchmarks.guide.claims docs/generated/claims.md
 
 Verdicts are not stored: a claim's condition `holds` is evaluated for the computed value. All other figures of the page are
 computed, too, except those inside the claims.
@@ -52,7 +52,7 @@ class Claim(NamedTuple):
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    entries = tomllib.loads((files("minipar.learn") / "claims.toml").read_text(encoding="utf-8"))["claim"]
+    entries = tomllib.loads((files(__package__) / "claims.toml").read_text(encoding="utf-8"))["claim"]
     return tuple(Claim(**quote(entry)) for entry in entries)
 
 
@@ -83,7 +83,7 @@ def page() -> str:
     parts += [
         "",
         "Functions are those of `minipar.cost` and `minipar.schedules`.",
-        "Written by `python -m minipar.learn.claims docs/generated/claims.md`.",
+        "Written by `python -m benchmarks.guide.claims docs/generated/claims.md`.",
     ]
     return "\n".join(parts) + "\n"
 

@@ -1,6 +1,6 @@
 """The interview book as Markdown: one page per topic, and an index.
 
-python -m minipar.learn.quiz.pages lessons/interview
+python -m benchmarks.guide.interview lessons/interview
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from minipar.learn.quiz.boards import design_page, walkthrough_page, walkthroughs
+from benchmarks.guide.boards import design_page, walkthrough_page, walkthroughs
 from minipar.learn.quiz.book import Question, book, topics
 
 LEVELS = {1: "everybody is asked", 2: "to work on training", 3: "to build it"}
