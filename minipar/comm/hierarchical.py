@@ -84,10 +84,11 @@ def reduce_scatter(
     by_place = torch.cat(_by_column(chunks, node.size))
     of_places = _of_places(lengths, node.size)
     scatter = partial(ring.reduce_scatter, node, by_place, inner, of_places)
-    own = node.custom("reduce_scatter", scatter, of=comm.running)
     of_nodes = lengths[node.rank :: node.size]
-    scatter = partial(ring.reduce_scatter, across, own, inner, of_nodes, out.view(-1))
-    across.custom("reduce_scatter", scatter, of=comm.running)
+    with node.saying(comm.running), across.saying(comm.running):
+        own = node.custom("reduce_scatter", scatter)
+        scatter = partial(ring.reduce_scatter, across, own, inner, of_nodes, out.view(-1))
+        across.custom("reduce_scatter", scatter)
     if divide:
         out.div_(comm.size)
     return out
@@ -116,8 +117,9 @@ def all_gather(
     own = torch.split(by_place, of_places)[node.rank]
     of_nodes = lengths[node.rank :: node.size]
     gather = partial(ring.all_gather, across, x.detach().reshape(-1), of_nodes, own)
-    across.custom("all_gather", gather, of=comm.running)
-    node.custom("all_gather", partial(ring.all_gather, node, own, of_places, by_place), of=comm.running)
+    with node.saying(comm.running), across.saying(comm.running):
+        across.custom("all_gather", gather)
+        node.custom("all_gather", partial(ring.all_gather, node, own, of_places, by_place))
     chunks = torch.split(by_place, _by_column(lengths, node.size))
     torch.cat(_by_column(chunks, across.size), out=out.view(-1))
     return out

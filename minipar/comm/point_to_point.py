@@ -179,17 +179,19 @@ class PointToPoint:
 
     # Operations of several messages
 
-    def custom(self, kind: str, operation: Operation, async_op: bool = False, of: str = "") -> Any:
+    def custom(self, kind: str, operation: Operation, async_op: bool = False) -> Any:
         """Run `operation()`, made of sends, receives and exchanges on this Comm, as one collective, and return its result.
 
-        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`. `of` says what is
-        sent: messages meet only where both ranks say the same, and errors repeat it.
+        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`.
         """
-        return self._run(kind, f"{kind} of {of}" if of else kind, operation, async_op)
+        return self._run(kind, kind, operation, async_op)
 
     @contextmanager
     def saying(self, of: str) -> Iterator[None]:
-        """Make a context in which a collective says what it sends, as `custom` does with `of`."""
+        """Make a context in which a collective says what it sends.
+
+        Messages meet only where both ranks say the same, and errors repeat it.
+        """
         self._of = of
         try:
             yield

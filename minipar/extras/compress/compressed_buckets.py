@@ -79,7 +79,8 @@ class CompressedBuckets(Compressors):
             kind = "compressed_reduce_scatter"
         else:
             average, kind = partial(_average, compressor, reduction, layout), "compressed_all_reduce"
-        handle: Pending = reduction.comm.custom(kind, average, async_op=True, of=reduction.label)
+        with reduction.comm.saying(reduction.label):
+            handle: Pending = reduction.comm.custom(kind, average, async_op=True)
         return handle
 
     def key(self, param: Tensor) -> Tensor:

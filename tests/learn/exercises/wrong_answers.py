@@ -216,7 +216,7 @@ WRONG_ANSWERS = [
     ),
     Wrong(
         "hierarchical",
-        'across.custom("reduce_scatter", scatter, of=comm.running)',
+        'across.custom("reduce_scatter", scatter)',
         "out.view(-1).copy_(own.split(of_nodes)[across.rank])",
         "small",
         "missing",
