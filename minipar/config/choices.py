@@ -70,7 +70,7 @@ class TensorLayout(Choice):
 
     def mesh_suffix(self, config: Any) -> str:
         """Return the text that the layout adds to a mesh's name."""
-        return ""
+        return "" if config.tp_layout == "1d" else f"-{config.tp_layout}"
 
 
 class OneDim(TensorLayout):
@@ -93,9 +93,7 @@ class NodeOptions:
 class Dispatch(Choice):
     """A way to send tokens to their experts. `load` returns a function (moe, ep, options) that installs it in `moe`."""
 
-    def not_priced(self, config: Any) -> str:
-        node_size = getattr(config.options.get("dispatch"), "node_size", None)
-        return "" if node_size is None else f"dispatch.node_size={node_size}"
+    unpriced: str | None = "node_size"
 
     def check_options(self, options: Any, ep: int) -> None:
         """Raise ValueError if the options do not fit each other, or do not fit `ep` ranks."""

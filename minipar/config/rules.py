@@ -132,6 +132,13 @@ def first(reasons: dict[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def refuse(of: str, reasons: dict[str, object]) -> None:
+    """Raise ValueError with the first reason that holds, after the words `of`."""
+    reason = first(reasons)
+    if reason:
+        raise ValueError(of + reason)
+
+
 # A model on a mesh -----------------------------------------------------------------------------------------------
 
 

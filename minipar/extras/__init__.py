@@ -8,7 +8,7 @@ schedules     pipeline schedules: two directions, waves, V-Half and V-Min, slice
 pipelines     PipeDream
 asynchrony    gradients applied some steps later
 tensor_grids  tensor parallelism in two and three dimensions
-experts       dispatch that sends a token once per node, replicates or moves hot experts, or sends rows in chunks
+experts       dispatch that replicates or moves hot experts, or sends rows in chunks
 precision     matmuls in 8-bit and 4-bit floats, stochastic rounding
 collectives   double binary tree, Bruck
 cost          further views of `minipar plan`: stages of unequal meshes, topology, compression, scaling

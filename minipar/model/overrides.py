@@ -138,7 +138,7 @@ class MoEOverrides:
                      expert_parallel: sends the rows by all-to-all
     dispatch_tokens  (x, weight, plan) -> a `Dispatched`, whose `through(experts)` returns each token's weighted sum. It
                      replaces `dispatch`, which sends one row for each choice
-                     expert_parallel: sends one row to each node that a token uses
+                     inference: every ep rank has all tokens, and sends no rows
     pad_to_capacity  give every expert `capacity` rows per group, used or not
                      expert_parallel: message sizes are then known before routing
     gather_tokens    (x) -> all tokens, for the router and the experts

@@ -52,11 +52,13 @@ class Choice:
     help            a few words for `--help`
     implementation  "module:name" of the choice's code, imported by `load`
     options         None, or a frozen dataclass of `option` fields: the flags --KIND.FIELD, and the table [KIND] in TOML
+    unpriced        what the planner's predictions leave out: None, nothing; "", the choice itself; or the name of an option
     """
 
     help: str = ""
     implementation: str = ""
     options: type | None = None
+    unpriced: str | None = None
 
     def __init__(self, implementation: str = "", help: str = "", options: type | None = None):
         self.implementation = implementation or self.implementation
@@ -76,10 +78,6 @@ class Choice:
     def variants(self, config: Any) -> Iterable[dict[str, Any]]:
         """Return the values of `options` that `minipar verify --all` tries in turn."""
         return ({},)
-
-    def not_priced(self, config: Any) -> str:
-        """Return, as name=value, the part of this choice that the planner's predictions leave out; "" if there is none."""
-        return ""
 
 
 C = TypeVar("C", bound=Choice)

@@ -61,7 +61,7 @@ def _planned_order(config: TrainConfig) -> tuple[str, int]:
 
 def not_weighed(config: TrainConfig) -> list[str]:
     """Return the options of a configuration that its predictions leave out, as name=value."""
-    found = [config.choice(name).not_priced(config) for name in CHOSEN]
+    found = [_unpriced(config, name) for name in CHOSEN]
     found += [
         f"{name}={getattr(config, name)}"
         for name, default in UNPRICED.items()
@@ -71,3 +71,12 @@ def not_weighed(config: TrainConfig) -> list[str]:
     if config.pp > 1 and priced != config.choice("schedule").priced_as(config):
         found.append(f"schedule={config.schedule} (as {priced})")
     return [left_out for left_out in found if left_out]
+
+
+def _unpriced(config: TrainConfig, name: str) -> str:
+    """Return what the planner leaves out of a choice, as name=value; "" if there is nothing."""
+    option = config.choice(name).unpriced
+    if not option:
+        return "" if option is None else f"{name}={getattr(config, name)}"
+    value = getattr(config.options.get(name), option, None)
+    return "" if value is None else f"{name}.{option}={value}"

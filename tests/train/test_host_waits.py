@@ -28,9 +28,6 @@ SENT = {
     "train/metrics.py routing": ROUTED["train/metrics.py routing"],
     "expert/dispatch.py AllToAll.row_counts": "a message to a rank is as long as its experts' rows",
 }
-ONCE_PER_NODE = {
-    "model/permute.py plan_kept_rows": "as many rows are sent as nodes were chosen, and computed there as experts were",
-}
 SHADOWED = {
     "train/metrics.py routing": ROUTED["train/metrics.py routing"],
     "model/permute.py plan_kept_rows": ROUTED["model/permute.py plan_kept_rows"],
@@ -60,7 +57,6 @@ EXPERTS = replace(MODEL, num_experts=4, top_k=2, group_tokens=8, moe_every=1)
 BASE = TrainConfig(model=MODEL, batch_size=8, seq_len=32, steps=3, warmup=1)
 KEPT = dict(recompute="full", offload_activations=True)
 
-EXPERTS_SENT = dict(model=EXPERTS, dp=4, ep=4)
 CASES = {
     "ddp, tp": (STEP, dict(dp=2, tp=2, sequence_parallel=True, tp_chunked=True, **KEPT)),
     "zero 1, tp": (STEP, dict(dp=2, tp=2, zero=1, dtype="float16", partition_activations=True, **KEPT)),
@@ -80,9 +76,7 @@ CASES = {
     "1-bit lamb": (
         STEP | ONEBIT_LAMB, dict(dp=2, compress=("onebit-lamb", {"warmup": 1}), optimizer="lamb")
     ),
-    "experts once per node, in chunks": (
-        STEP | SENT | ONCE_PER_NODE, dict(EXPERTS_SENT, dispatch=("once-per-node", {"node_size": 2, "chunks": 2}))
-    ),
+    "experts in chunks": (STEP | SENT, dict(model=EXPERTS, dp=4, ep=4, dispatch=("chunks", {"node_size": 2}))),
     "experts shadowed": (STEP | SHADOWED, dict(model=EXPERTS, dp=4, ep=4, dispatch="shadow")),
     "experts": (STEP | ROUTED, dict(model=replace(EXPERTS, balance_bias=True, balance_coef=0.0), tp=2)),
     "experts, bfloat16": (STEP | BY_KERNEL, dict(model=EXPERTS, dtype="bfloat16")),

@@ -55,11 +55,10 @@ CODECS = {
     "onebit-adam": Codec(1 / 8 + SCALE_BYTES, 16, hides=False),
     "onebit-lamb": Codec(1 / 8 + SCALE_BYTES, 26, hides=False),
     "zero-one-adam": Codec(1 / 8 + SCALE_BYTES, 20, share=1 / EVERY, hides=False),
-    "local-sgd": Codec(4.0, 4, ("all_reduce",), 1 / EVERY, hides=False),
     "diloco": Codec(4.0, 8, ("all_reduce",), 1 / EVERY, hides=False),
 }
 # Methods that need the unsharded optimizer state on each rank.
-NEEDS_ZERO0 = ("onebit-adam", "onebit-lamb", "zero-one-adam", "local-sgd", "diloco")
+NEEDS_ZERO0 = ("onebit-adam", "onebit-lamb", "zero-one-adam", "diloco")
 
 
 class Compressed(NamedTuple):
@@ -96,7 +95,7 @@ def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
     reduces_often = layout.zero > 1 and how.reduce_every == "microbatch"
     if layout.dp * layout.cp == 1 or reduces_often or (layout.zero == 3 and how.replicate > 1):
         return []
-    local = ("zero-one-adam", "local-sgd", "diloco") if layout.cp > 1 or layout.ep > 1 else ()
+    local = ("zero-one-adam", "diloco") if layout.cp > 1 or layout.ep > 1 else ()
     whole = ("onebit-lamb",) if layout.tp > 1 or layout.ep > 1 else ()
     refused = (
         *local,

@@ -1,7 +1,6 @@
 """Further ways to dispatch tokens to experts. In reading order:
 
 chunked_rows.py      sends rows in chunks, each while another chunk is computed
-once_per_node.py     sends a token to each node once, and copies it there to its experts
 shadow_placement.py  chooses the hot experts, which are replicated on all ranks for a step
 shadowed_experts.py  keeps the rows of hot experts on their ranks, and sends the experts' weights to all ranks
 expert_balance.py    chooses, by measured load, the ranks that hold each expert
@@ -19,7 +18,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "expert_balance": ["balanced"],
         "moved_experts": ["PlacedAllToAll", "move_experts"],
         "sliced_rows": ["slice_rows"],
-        "once_per_node": ["NodeDedupDispatch"],
         "shadow_placement": ["break_even_rows", "choose_shadowed"],
         "shadowed_experts": ["ShadowedAllToAll"],
     },

@@ -6,24 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from minipar.config.choices import Dispatch, NodeOptions, OneDim
-from minipar.support.errors import divisors, one_of
+from minipar.config.rules import first, refuse
 from minipar.support.options import option
-
-CHUNKS = "number of parts in which tokens are sent to experts and back, each while another is computed"
 
 
 @dataclass(frozen=True)
 class ChunkOptions(NodeOptions):
     """The options of the dispatch that sends rows in chunks."""
 
-    chunks: int = option(2, CHUNKS)
-
-
-@dataclass(frozen=True)
-class OncePerNodeOptions(NodeOptions):
-    """The options of the dispatch that sends a token to each node once."""
-
-    chunks: int = option(1, CHUNKS)
+    chunks: int = option(
+        2, "number of parts in which tokens are sent to experts and back, each while another is computed"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,19 +39,14 @@ class BalanceOptions(NodeOptions):
     )
 
 
-class UnpricedDispatch(Dispatch):
-    """A dispatch for which the planner uses the formulas of all-to-all."""
+class InChunks(Dispatch):
+    """The dispatch that sends rows in chunks."""
 
-    def not_priced(self, config: Any) -> str:
-        return f"dispatch={config.dispatch}"
+    unpriced = ""
 
     def check_options(self, options: Any, ep: int) -> None:
-        if getattr(options, "chunks", 1) < 1:
+        if options.chunks < 1:
             raise ValueError(f"dispatch.chunks={options.chunks} is out of range; use 1 or more")
-
-
-class InChunks(UnpricedDispatch):
-    """The dispatch that sends rows in chunks."""
 
     def check(self, config: Any) -> None:
         super().check(config)
@@ -79,22 +67,10 @@ class InChunks(UnpricedDispatch):
         return [{"chunks": 2}] if config.ep > 1 else []
 
 
-class OncePerNodeChoice(InChunks):
-    """The dispatch that sends a token to each node once; inside nodes it may send rows in chunks."""
-
-    def check_options(self, options: Any, ep: int) -> None:
-        super().check_options(options, ep)
-        if options.node_size is None:
-            raise ValueError(
-                f"dispatch=once-per-node needs node_size, how many of ep={ep} ranks are a node; use {one_of(divisors(ep))}"
-            )
-
-    def variants(self, config: Any) -> list[dict[str, Any]]:
-        return [{"node_size": divisors(config.ep)[-2]}] if config.ep > 1 else []
-
-
-class Shadow(UnpricedDispatch):
+class Shadow(Dispatch):
     """The dispatch that replicates hot experts."""
+
+    unpriced = ""
 
     def check_options(self, options: Any, ep: int) -> None:
         if not (options.rows >= 0 and ep > 1):
@@ -107,8 +83,10 @@ class Shadow(UnpricedDispatch):
         return [{"rows": 0.0}] if config.ep > 1 else []
 
 
-class Balance(UnpricedDispatch):
+class Balance(Dispatch):
     """The dispatch that moves experts, with weights and optimizer states, to ranks with less load."""
+
+    unpriced = ""
 
     def check_options(self, options: Any, ep: int) -> None:
         if options.every < 1:
@@ -122,15 +100,15 @@ class Balance(UnpricedDispatch):
     def _why_not(self, config: Any) -> str | None:
         sharers = config.dp * config.cp
         replicas = sharers // config.ep
-        reasons = {
+        return first({
             f"ep={config.ep} leaves no other rank for an expert; use ep=2 or more": config.ep == 1,
             f"zero={config.zero} divides each expert's state over its {replicas} replicas; use zero=0, or ep={sharers}, "
             "which has no replicas": config.zero > 0 and replicas > 1,
-            f"compress={config.compress} keeps state of its own for each expert; use compress=none": config.compress
-            != "none",
+            f"compress={config.compress} keeps state of its own for each expert; use compress=none": (
+                config.compress != "none"
+            ),
             f"offload={config.offload} keeps states elsewhere; use offload=none": config.offload != "none",
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        })  # fmt: skip
 
     def end_step(self, config: Any, state: Any, step: int) -> None:
         from minipar.extras.experts.moved_experts import balance_experts
@@ -144,36 +122,27 @@ class Balance(UnpricedDispatch):
 class SlicedRows(OneDim):
     """The layout of tp 1d whose ranks each send a part of the rows for experts."""
 
+    unpriced = ""
+
     def check(self, config: Any) -> None:
         super().check(config)
         model = config.model
-        reasons = {
+        refuse(f"tp_layout={config.tp_layout} slices rows for experts, and ", {
             f"num_experts={model.num_experts}: the model sends none; use tp_layout=1d": not model.num_experts,
-            f"ep={config.ep}, tp={config.tp}: they go over ep, sliced over tp; use 2 or more of both": 1
-            in (config.ep, config.tp),
+            f"ep={config.ep}, tp={config.tp}: they go over ep, sliced over tp; use 2 or more of both": (
+                1 in (config.ep, config.tp)
+            ),
             f"shared_dim={model.shared_dim}: a shared expert needs whole tokens; use 0": model.shared_dim > 0,
-            f"dispatch={config.dispatch} sends other things, too; use all-to-all, chunks or balance": config.dispatch
-            not in ("all-to-all", "chunks", "balance"),
-        }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"tp_layout={config.tp_layout} slices rows for experts, and {reason}")
-
-    def mesh_suffix(self, config: Any) -> str:
-        return f"-{config.tp_layout}"
-
-    def not_priced(self, config: Any) -> str:
-        return f"tp_layout={config.tp_layout}"
+            f"dispatch={config.dispatch} sends other things, too; use all-to-all, chunks or balance": (
+                config.dispatch not in ("all-to-all", "chunks", "balance")
+            ),
+        })  # fmt: skip
 
 
 CHUNKS_CHOICE = InChunks(
     "minipar.extras.experts.install:in_chunks",
     "tokens are sent in parts, each while another is computed",
     ChunkOptions,
-)
-ONCE_PER_NODE = OncePerNodeChoice(
-    "minipar.extras.experts.install:once_per_node",
-    "a token is sent to each node once, and copied there",
-    OncePerNodeOptions,
 )
 SHADOW = Shadow(
     "minipar.extras.experts.install:shadow",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from minipar.comm import Comm
-from minipar.extras.experts.choices import BalanceOptions, ChunkOptions, OncePerNodeOptions, ShadowOptions
+from minipar.extras.experts.choices import BalanceOptions, ChunkOptions, ShadowOptions
 from minipar.extras.experts.chunked_rows import ChunkedAllToAll
 from minipar.extras.experts.moved_experts import PlacedAllToAll
-from minipar.extras.experts.once_per_node import NodeDedupDispatch
 from minipar.extras.experts.shadowed_experts import ShadowedAllToAll
 from minipar.model.moe import MoE
 
@@ -15,12 +14,6 @@ def in_chunks(moe: MoE, ep: Comm, overlap: bool, options: ChunkOptions) -> None:
     """Install the dispatch that sends rows in chunks."""
     moe.overrides.dispatch = ChunkedAllToAll(ep, options.chunks, options.node_size)
     moe.overrides.pad_to_capacity = True
-
-
-def once_per_node(moe: MoE, ep: Comm, overlap: bool, options: OncePerNodeOptions) -> None:
-    """Install the dispatch that sends a token to each node once."""
-    assert options.node_size is not None, "`check_options` requires it"
-    moe.overrides.dispatch_tokens = NodeDedupDispatch(ep, options.node_size, overlap, options.chunks)
 
 
 def shadow(moe: MoE, ep: Comm, overlap: bool, options: ShadowOptions) -> None:

@@ -23,6 +23,8 @@ class DiskOptions:
 class Offload(Choice):
     """A choice of `--offload`: where master weights and optimizer states are stored outside the device's memory."""
 
+    unpriced = ""
+
     def check(self, config: Any) -> None:
         if not config.zero:
             raise ValueError(
@@ -34,9 +36,6 @@ class Offload(Choice):
         folder = getattr(config.options.get("offload"), "folder", None)
         if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise ValueError(f"offload.folder={folder} is no folder to write to; use one that is there")
-
-    def not_priced(self, config: Any) -> str:
-        return f"offload={config.offload}"
 
 
 CPU = Offload("minipar.extras.offload.places:ON_HOST", "in CPU memory")

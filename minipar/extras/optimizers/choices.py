@@ -10,8 +10,7 @@ from minipar.support.registry import Choice
 class Unpriced(Choice):
     """An optimizer that the planner treats as AdamW."""
 
-    def not_priced(self, config: Any) -> str:
-        return f"optimizer={config.optimizer}"
+    unpriced = ""
 
 
 class MuonChoice(Unpriced):

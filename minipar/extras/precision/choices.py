@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from minipar.config.context_limits import local_ranges
+from minipar.config.rules import refuse
 from minipar.support.errors import divisors, one_of
 from minipar.support.options import option
 from minipar.support.registry import Choice
@@ -43,100 +45,69 @@ class FewBits(Choice):
     """
 
     implementation = "minipar.extras.precision.rounded_products:install"
+    unpriced = ""
 
     def __init__(self, help: str, block: int, scales_tensors: bool, options: type | None = None):
         super().__init__(help=help, options=options)
         self.block, self.scales_tensors = block, scales_tensors
 
     def check(self, config: Any) -> None:
-        of = f"products={config.products}"
-        refused = {
-            f"num_experts={config.model.num_experts}: experts multiply in one grouped product; use 0": (
-                config.model.num_experts > 0
+        of, model = f"products={config.products}", config.model
+        slices = config.choice("schedule").arguments(config).get("sizes") or ()
+        many = config.microbatches > 1
+        parts = f"microbatches={config.microbatches}" if many else f"schedule={config.schedule}"
+        refuse(of, {
+            f": num_experts={model.num_experts}: experts multiply in one grouped product; use 0": model.num_experts > 0,
+            f": kv_latent_dim={model.kv_latent_dim} with tp={config.tp}: latents are not cut by tp; use tp=1": (
+                model.kv_latent_dim and config.tp > 1
             ),
-            f"kv_latent_dim={config.model.kv_latent_dim} with tp={config.tp}: latents are not cut by tp; use tp=1": (
-                config.model.kv_latent_dim and config.tp > 1
-            ),
-            f"tp_layout={config.tp_layout} multiplies blocks of matrices; use tp_layout=1d": (
-                config.tp_layout != "1d"
-            ),
-            "tp_chunked multiplies a part of the tokens at a time; leave it out": config.tp_chunked,
-            f"compile={config.compile} would take rounding into the graph of a block; use compile=none": (
+            f": tp_layout={config.tp_layout} multiplies blocks of matrices; use tp_layout=1d": config.tp_layout != "1d",
+            ": tp_chunked multiplies a part of the tokens at a time; leave it out": config.tp_chunked,
+            f": compile={config.compile} would take rounding into the graph of a block; use compile=none": (
                 config.compile != "none"
             ),
-            f"tp={config.tp} ranks share num_kv_heads={config.model.num_kv_heads}, and each has a term of their gradient, "
-            f"which is rounded as a sum; use tp={one_of(divisors(config.model.num_kv_heads))}": (
-                config.tp > config.model.num_kv_heads
+            f": tp={config.tp} ranks share num_kv_heads={model.num_kv_heads}, and each has a term of their gradient, which "
+            f"is rounded as a sum; use tp={one_of(divisors(model.num_kv_heads))}": config.tp > model.num_kv_heads,
+            f" scales a tensor by its largest number, which a part of the batch does not know, and {parts}; use "
+            "microbatches=1 and a schedule without slices, or mxfp8 or mxfp4": (
+                self.scales_tensors and (many or len(slices) > 1)
             ),
-        }
-        for why, holds in refused.items():
-            if holds:
-                raise ValueError(f"{of}: {why}")
-        if self.scales_tensors:
-            self._check_whole_tensors(config, of)
+            f" scales a tensor by the largest number of all replicas, and those of compress={config.compress} differ; use "
+            "mxfp8 or mxfp4": self.scales_tensors and config.choice("compress").steps_locally,
+        })  # fmt: skip
         self._check_features(config, of)
-        self._check_tokens(config, of)
-
-    def _check_whole_tensors(self, config: Any, of: str) -> None:
-        """Raise ValueError unless all parts of a tensor are multiplied at the same time, so that its amax can be known."""
-        slices = config.choice("schedule").arguments(config).get("sizes") or ()
-        if config.microbatches > 1 or len(slices) > 1:
-            what = (
-                f"microbatches={config.microbatches}"
-                if config.microbatches > 1
-                else f"schedule={config.schedule}"
-            )
-            raise ValueError(
-                f"{of} scales a tensor by its largest number, which a part of the batch does not know, and {what}; "
-                "use microbatches=1 and a schedule without slices, or mxfp8 or mxfp4"
-            )
-        if config.choice("compress").steps_locally:
-            raise ValueError(
-                f"{of} scales a tensor by the largest number of all replicas, and those of compress={config.compress} "
-                "differ; use mxfp8 or mxfp4"
-            )
+        self._check_tokens(config, of, slices)
 
     def _check_features(self, config: Any, of: str) -> None:
         """Raise ValueError if tp would split a block of a matrix."""
-        if config.tp == 1:
-            return
         model = config.model
         kv_dim = model.dim // model.num_heads * model.num_kv_heads
-        for name, size in {
-            "dim": model.dim,
-            "num_kv_heads * head_dim": kv_dim,
-            "hidden_dim": model.hidden_dim,
-        }.items():
-            if size % (config.tp * self.block):
+        sizes = {"dim": model.dim, "num_kv_heads * head_dim": kv_dim, "hidden_dim": model.hidden_dim}
+        for name, size in sizes.items():
+            if config.tp > 1 and size % (config.tp * self.block):
                 raise ValueError(
                     f"{of} rounds {self.block} features together, and tp={config.tp} would cut some of {name}={size}; "
                     f"use a model in which that is a multiple of {config.tp * self.block}, or tp=1"
                 )
 
-    def _check_tokens(self, config: Any, of: str) -> None:
+    def _check_tokens(self, config: Any, of: str, slices: Sequence[int]) -> None:
         """Raise ValueError if cp or the schedule's slices would split a block of a sample's tokens."""
         layout = config.cp_layout, config.cp_ulysses
         runs = [
             run for rank in range(config.cp) for run in local_ranges(config.seq_len, rank, config.cp, *layout)
         ]
         start = 0
-        for size in config.choice("schedule").arguments(config).get("sizes") or ():
+        for size in slices:
             runs.append(range(start, start := start + size))
         for run in runs:
             whole = run.start % self.block == 0 and (len(run) % self.block == 0 or run.stop == config.seq_len)
             if self.block > 1 and not (whole and run.step == 1):
-                cut = (
-                    f"cp={config.cp} with cp_layout={config.cp_layout}"
-                    if config.cp > 1
-                    else (f"schedule={config.schedule}")
-                )
+                cp = f"cp={config.cp} with cp_layout={config.cp_layout}"
+                cut = cp if config.cp > 1 else f"schedule={config.schedule}"
                 raise ValueError(
                     f"{of} rounds {self.block} tokens of a sample together, and {cut} cuts seq_len={config.seq_len} inside "
                     "such a block; use contiguous or zigzag, and more tokens"
                 )
-
-    def not_priced(self, config: Any) -> str:
-        return f"products={config.products}"
 
 
 FP8 = FewBits("of 8-bit floats, a scale a tensor", 1, True, Fp8Options)

@@ -75,6 +75,8 @@ class OffloadOptions:
 class OffloadedSchedule(ScheduleChoice):
     """A schedule that offloads activations beyond a limit; the planner prices the schedule without the limit."""
 
+    unpriced = "limit"
+
     def check(self, config: Any) -> None:
         names = {"offload_activations": False, "compile": "none"}
         for name, default in names.items():
@@ -85,9 +87,6 @@ class OffloadedSchedule(ScheduleChoice):
 
     def priced_as(self, config: Any) -> str:
         return str(config.options["schedule"].of)
-
-    def not_priced(self, config: Any) -> str:
-        return f"schedule.limit={config.options['schedule'].limit}"
 
     def variants(self, config: Any) -> list[dict[str, Any]]:
         return [{"limit": 1}]

@@ -22,6 +22,7 @@ class Grid(TensorLayout):
     """A choice of `--tp-layout` that arranges the tp ranks in a grid or a cube."""
 
     implementation = "minipar.extras.tensor_grids.grid_model:cut_stage"
+    unpriced = ""
 
     def __init__(self, name: str, help: str, options: type | None = None):
         super().__init__(help=help, options=options)
@@ -65,12 +66,6 @@ class Grid(TensorLayout):
 
     def ranks_of_heads(self, config: Any) -> int:
         return grid_shape(config.tp, config.tp_layout, depth_of(config))[1]
-
-    def mesh_suffix(self, config: Any) -> str:
-        return f"-{config.tp_layout}"
-
-    def not_priced(self, config: Any) -> str:
-        return f"tp_layout={config.tp_layout}"
 
 
 def depth_of(config: Any) -> int:

@@ -228,16 +228,14 @@ def earlier_slices_get_no_gradient(world: Comm, change: Change) -> None:
     change(sliced_pipeline, "_kept", lambda x: sliced_pipeline._Kept(None, x.detach()))
 
 
-def one_weight_per_node(world: Comm, change: Change) -> None:
-    """A token that is sent once per node has only one weight there, that of its last expert on the node."""
-    from minipar.extras.experts import once_per_node
-    from minipar.model.permute import RowPerChoice
-
-    right = RowPerChoice
+def one_weight_per_rank(world: Comm, change: Change) -> None:
+    """A token's two weights are scattered by rank: of two experts on one rank, only the last one's weight is left."""
+    right = moe.RowPerChoice
 
     def last_one_counts(x: Tensor, weight: Tensor, plan: Any, dispatch: Any) -> Any:
-        kept = plan.row >= 0
-        from_here_on = kept.flip(1).cumsum(1).flip(1)  # number of kept choices from this one to the last
-        return right(x, weight * (kept & (from_here_on == 1)), plan, dispatch)
+        expert = torch.bucketize(plan.row, plan.counts.cumsum(0), right=True)
+        rank = (expert // (len(plan.counts) // world.size)).masked_fill(plan.row < 0, -1)  # -1: dropped
+        first, last = weight.unbind(1)
+        return right(x, torch.stack([first * (rank[:, 0] != rank[:, 1]), last], 1), plan, dispatch)
 
-    change(once_per_node, "RowPerChoice", last_one_counts)
+    change(moe, "RowPerChoice", last_one_counts)

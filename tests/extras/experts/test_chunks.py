@@ -153,10 +153,6 @@ def test_chunks_that_wait_for_one_another_are_noticed():
     [
         (dict(dispatch="chunks", chunks=0), "dispatch.chunks=0 is out of range; use 1 or more"),
         (dict(dispatch="chunks", node_size=3), "node_size=3 does not divide ep=2; use 1 or 2"),
-        (
-            dict(dispatch="once-per-node"),
-            "dispatch=once-per-node needs node_size, how many of ep=2 ranks are a node; use 1 or 2",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, says):

@@ -14,12 +14,10 @@ from tests.expert.strategies import cases, node_sizes
 @st.composite
 def dispatches(draw, ep: int) -> tuple[str, dict]:
     """One of the extras' dispatches, and its options."""
-    name = draw(st.sampled_from(["chunks", "once-per-node", "shadow"]))
+    name = draw(st.sampled_from(["chunks", "shadow"]))
     node_size = draw(node_sizes(ep))
     if name == "shadow":
         return name, dict(node_size=node_size, rows=draw(st.sampled_from([0.0, 1.0, 5.0])))
-    if name == "once-per-node":
-        node_size = node_size or ep
     return name, dict(node_size=node_size, chunks=draw(st.integers(1, 3)))
 
 

@@ -88,5 +88,5 @@ def test_an_unknown_exhibit_is_refused_with_the_nearest():
 
 def test_without_its_extra_an_exhibit_is_left_out(monkeypatch):
     monkeypatch.setattr(registry, "_installed", dict)
-    of_extras = {"norms-of-one-square", "slices-detached", "one-weight-per-node"}
+    of_extras = {"norms-of-one-square", "slices-detached"}
     assert {exhibit.name for exhibit in _exhibits()} == set(EXHIBITS) - of_extras

@@ -300,15 +300,11 @@ def _draw_products(rng: Random, tp: int) -> tuple[str, dict]:
 
 def _draw_dispatch(rng: Random, node_sizes: list[int], ep: int) -> tuple[str, dict]:
     """Draw a way for tokens to reach their experts, with all its options."""
-    name = rng.choice(
-        ["all-to-all", "chunks", "once-per-node", "shadow", "balance"] if ep > 1 else ["all-to-all"]
-    )
-    own = {"chunks": rng.choice([1, 2, 3])} if name in ("chunks", "once-per-node") else {}
+    name = rng.choice(["all-to-all", "chunks", "shadow", "balance"] if ep > 1 else ["all-to-all"])
+    own = {"chunks": rng.choice([1, 2, 3])} if name == "chunks" else {}
     own |= {"rows": rng.choice([0.0, 2.5])} if name == "shadow" else {}
     own |= {"every": rng.choice([1, 2])} if name == "balance" else {}
-    return name, own | {
-        "node_size": rng.choice(node_sizes if name == "once-per-node" else [None, *node_sizes])
-    }
+    return name, own | {"node_size": rng.choice([None, *node_sizes])}
 
 
 def _draw_model(rng: Random, seq_len: int, experts: bool, mixed: bool, data: dict[str, Path]) -> ModelConfig:

@@ -27,8 +27,6 @@ DISPATCHES = [
     ("all-to-all", {"node_size": 2}),
     "chunks",
     ("chunks", {"node_size": 2}),
-    ("once-per-node", {"node_size": 2}),
-    ("once-per-node", {"node_size": 2, "chunks": 2}),
     "shadow",
     ("shadow", {"node_size": 2}),
 ]
@@ -367,10 +365,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
             "dispatch.node_size=3 does not divide ep=4; use 1, 2 or 4",
         ),
         (dict(dp=2, dispatch=("all-to-all", {"node_size": 2})), "node_size=2 brings tokens to experts"),
-        (
-            dict(dispatch=("once-per-node", {"node_size": 1})),
-            "dispatch=once-per-node brings .* num_experts=0",
-        ),
+        (dict(dispatch="chunks"), "dispatch=chunks brings .* num_experts=0"),
         (
             dict(dp=4, moe=4, dispatch="chunks"),
             "dispatch.chunks=2 cuts what ep ranks send .* and ep=1; use ep=2 or more",
@@ -389,10 +384,6 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         ),
         (dict(dp=4, ep=4, moe=4, dispatch=("shadow", {"rows": -1.0})), "dispatch.rows=-1.0 with ep=4"),
         (dict(dp=4, ep=4, moe=4, dispatch=("shadow", {"chunks": 2})), "dispatch.chunks is no option"),
-        (
-            dict(dp=4, ep=4, moe=4, dispatch="once-per-node"),
-            "needs node_size, how many of ep=4 ranks are a node; use 1, 2 or 4",
-        ),
         (dict(algorithm="rings"), "algorithm='rings' is unknown; .*did you mean ring"),
         (dict(optimizer="lam"), "optimizer='lam' is unknown; use adamw, lamb or muon; did you mean lamb"),
     ]:
