@@ -4,7 +4,7 @@ codecs.py              encode a vector in few bytes and decode it: sign, int8, f
 error_feedback.py      adds a codec's error to the next vector
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
 compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimizer and FSDP
-piece_residuals.py     the residuals of ZeRO-2 and -3, where each rank gets the mean of its own pieces only
+residuals.py           what a rank has not sent of each tensor, also where ranks get the mean of their own pieces only
 compressed_mean.py     the mean over ranks, in two compressed phases
 two_level.py           a mean that is uncompressed inside a node and compressed across nodes
 threshold.py           which elements are kept: a fraction, or all above a threshold
@@ -20,7 +20,7 @@ one_process.py         computes the same averages in one process, for `minipar v
 run_state.py           the compression of a run, and its state in checkpoints
 lossy_reference.py     compares each step of a run with one process, for `minipar verify`
 choices.py             the methods of --compress, and which configurations they refuse
-local_sgd.py           local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise
+diloco.py              DiLoCo: ranks train independently for H steps, then take an outer step by the mean of their ways
 
 The way from the flag `--compress sign` to the bits:
 
@@ -41,7 +41,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "compressed_buckets": ["CompressedBuckets", "own_gradients"],
         "codecs": ["CODECS", "Float8", "Int8", "RandomK", "Sign", "TopK", "make_codec"],
         "error_feedback": ["ErrorFeedback"],
-        "local_sgd": ["DiLoCo"],
+        "diloco": ["DiLoCo"],
         "momentum_optimizer": ["MomentumOptimizer"],
         "onebit_adam": ["OneBitAdam"],
         "onebit_lamb": ["OneBitLamb"],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from minipar.config.choices import Averaging
+from minipar.config.rules import refuse
 from minipar.support.errors import divisors, one_of, require_divides
 from minipar.support.options import option
 
@@ -75,7 +76,7 @@ class LocalOptions:
     """The options of a method that averages weights every few steps."""
 
     every: int = option(10, EVERY)
-    warmup: int = option(0, f"{WARMUP} (post-local SGD)")
+    warmup: int = option(0, WARMUP)
 
 
 class Method(Averaging):
@@ -99,91 +100,59 @@ class Method(Averaging):
     ):
         super().__init__(help=help, options=options)
         self.averages, self.replaces = averages, replaces
-        self.steps_locally = options in (ZeroOneOptions, LocalOptions)
+        self.steps_locally = hasattr(options, "every")
         self.begins_anew = averages == "gradient"
         self.kept = tuple(name for name in ("node_size", "rank", "feedback") if hasattr(options, name))
         if options is PowerSGDOptions:
             self.kept += ("tp",)
 
     def check(self, config: Any) -> None:
-        own = config.options["compress"]
+        own, model, of = config.options["compress"], config.model, f"compress={config.compress}"
+        gradient = self.averages == "gradient"
+        zero, cut = (
+            f"zero={config.zero}",
+            gradient and config.zero > 1,
+        )  # the mean is scattered over the ranks
+        node_size, axis = getattr(own, "node_size", None), "cp" if config.cp > 1 else "ep"
+        layers = "tp" if config.tp > 1 else "ep"
         _check_options(own, least=1 if self.averages == "momentum" else 0)
-        self._check_optimizer(config)
-        self._check_mesh(config)
-        if self.steps_locally:
-            for name in ("steps", "checkpoint_every"):
-                if (value := getattr(config, name)) % own.every:
-                    raise ValueError(
-                        f"{name}={value} is no multiple of compress.every={own.every}: the replicas of "
-                        f"compress={config.compress} would still differ then; use one, or compress.every="
-                        f"{one_of([d for d in divisors(value) if d > 1] or [1])}"
-                    )
-
-    def _check_optimizer(self, config: Any) -> None:
-        of = f"compress={config.compress}"
-        if self.replaces and config.optimizer != self.replaces:
-            raise ValueError(
-                f"{of} is a form of {self.replaces}, and optimizer={config.optimizer}; use {self.replaces}"
-            )
-        if config.dtype == "float16" or config.on_nan == "skip":
-            raise ValueError(
-                f"{of} never encodes nan or inf: it stops there, and dtype={config.dtype}, on_nan={config.on_nan} would go "
-                "on; use bfloat16 or float32, and on_nan=stop"
-            )
-        if self.averages != "gradient" and config.mixed_precision:
-            raise ValueError(
-                f"{of} updates the weights themselves, and dtype={config.dtype} has masters; use float32"
-            )
-        if self.averages == "gradient" and config.zero > 1:
-            self._check_scatter(config, of)
-        if self.averages != "gradient" and config.zero:
-            raise ValueError(
-                f"{of} needs all of the optimizer's state on every rank, which zero={config.zero} cuts; use zero=0"
-            )
-
-    def _check_scatter(self, config: Any, of: str) -> None:
-        """Raise ValueError unless the method can replace the reduce-scatter of ZeRO-2 or -3."""
-        zero = f"zero={config.zero}"
-        if config.compress == "powersgd":
-            raise ValueError(
-                f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or "
-                "another method"
-            )
-        if config.options["compress"].node_size is not None:
-            raise ValueError(
-                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and {zero} in a "
-                "reduce-scatter; use none, or zero=1"
-            )
-        if config.replicate > 1:
-            raise ValueError(
-                f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies "
-                "of a shard; use replicate=1"
-            )
-        if config.reduce_every == "microbatch":
-            raise ValueError(f"{of} would round every microbatch; use reduce_every=step")
-
-    def _check_mesh(self, config: Any) -> None:
-        of = f"compress={config.compress}"
-        if self.averages != "gradient" and config.model.tie_embeddings and config.pp > 1:
-            raise ValueError(
-                f"{of} averages each stage by itself: with pp={config.pp} the two copies of the tied embedding would drift "
-                "apart; use pp=1, or untie the embeddings"
-            )
-        if self.steps_locally and (config.cp > 1 or config.ep > 1):
-            axis = "cp" if config.cp > 1 else "ep"
-            raise ValueError(
-                f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; "
-                f"use {axis}=1"
-            )
-        if config.compress == "onebit-lamb" and (config.tp > 1 or config.ep > 1):
-            axis = "tp" if config.tp > 1 else "ep"
-            raise ValueError(
-                f"{of} needs the norms of whole layers, which {axis}={getattr(config, axis)} cuts; use {axis}=1"
-            )
-        node_size = getattr(config.options["compress"], "node_size", None)
+        refuse("", {
+            f"{of} is a form of {self.replaces}, and optimizer={config.optimizer}; use {self.replaces}": (
+                self.replaces and config.optimizer != self.replaces
+            ),
+            f"{of} never encodes nan or inf: it stops there, and dtype={config.dtype}, on_nan={config.on_nan} would go "
+            "on; use bfloat16 or float32, and on_nan=stop": config.dtype == "float16" or config.on_nan == "skip",
+            f"{of} updates the weights themselves, and dtype={config.dtype} has masters; use float32": (
+                not gradient and config.mixed_precision
+            ),
+            f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or another "
+            "method": cut and config.compress == "powersgd",
+            f"compress.node_size={node_size} ends in an all-gather, and {zero} in a reduce-scatter; use none, or zero=1": (
+                cut and node_size is not None
+            ),
+            f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies of "
+            "a shard; use replicate=1": cut and config.replicate > 1,
+            f"{of} would round every microbatch; use reduce_every=step": cut and config.reduce_every == "microbatch",
+            f"{of} needs all of the optimizer's state on every rank, which {zero} cuts; use zero=0": (
+                not gradient and config.zero
+            ),
+            f"{of} averages each stage by itself: with pp={config.pp} the two copies of the tied embedding would drift "
+            "apart; use pp=1, or untie the embeddings": not gradient and model.tie_embeddings and config.pp > 1,
+            f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; use "
+            f"{axis}=1": self.steps_locally and getattr(config, axis) > 1,
+            f"{of} needs the norms of whole layers, which {layers}={getattr(config, layers)} cuts; use {layers}=1": (
+                config.compress == "onebit-lamb" and getattr(config, layers) > 1
+            ),
+        })  # fmt: skip
         if node_size is not None:
             ranks = _ranks_of_a_parameter(config) // config.ep
             require_divides("compress.node_size", node_size, "the ranks of a parameter (dp*cp/ep)", ranks)
+        for name in ("steps", "checkpoint_every"):
+            if self.steps_locally and (value := getattr(config, name)) % own.every:
+                raise ValueError(
+                    f"{name}={value} is no multiple of compress.every={own.every}: the replicas of {of} would still differ "
+                    f"then; use one, or compress.every={one_of([d for d in divisors(value) if d > 1] or [1])}"
+                )
 
     def plain_steps(self, config: Any) -> int:
         """Return the number of first steps whose gradients the trainer averages uncompressed.
@@ -212,49 +181,36 @@ class Method(Averaging):
             return True
         if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
             return True
-        plain = self.averages == "gradient" or config.compress == "local-sgd"
-        return plain and _ranks_of_a_parameter(config) == 1
-
-
-def _check_options(own: Any, least: int) -> None:
-    """Raise ValueError if an option is out of range; the warm-up must have at least `least` steps."""
-    if own.warmup < least:
-        raise ValueError(f"compress.warmup={own.warmup} is out of range; use {least} or more")
-    for name in ("rank", "every"):
-        if getattr(own, name, 1) < 1:
-            raise ValueError(f"compress.{name}={getattr(own, name)} is out of range; use 1 or more")
-    if not 0 < getattr(own, "fraction", 1) <= 1:
-        raise ValueError(
-            f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
-        )
-    if isinstance(own, TagcOptions):
-        _check_sketch(own)
+        return self.averages == "gradient" and _ranks_of_a_parameter(config) == 1
 
 
 # Of a sketch's cells, the fraction of elements that can be recovered; see sketch.py.
 LOAD = 0.818
 
 
-def _check_sketch(own: TagcOptions) -> None:
-    if not 0 <= own.sketch <= 1:
+def _check_options(own: Any, least: int) -> None:
+    """Raise ValueError if an option is out of range; the warm-up must have at least `least` steps."""
+    for name, lowest in (("warmup", least), ("rank", 1), ("every", 1)):
+        if getattr(own, name, lowest) < lowest:
+            raise ValueError(f"compress.{name}={getattr(own, name)} is out of range; use {lowest} or more")
+    if isinstance(own, TopKOptions) and not 0 < own.fraction <= 1:
         raise ValueError(
-            f"compress.sketch={own.sketch} is no number of floats for each gradient; use 0 to 1, such as 0.5"
+            f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
         )
-    if own.threshold and not own.sketch:
-        raise ValueError(
-            "compress.threshold keeps another number of gradients on each rank, but values and indices go in messages of "
-            "one size; use no-threshold, or add compress.sketch, such as 0.5"
-        )
-    if own.sketch and own.fraction > LOAD * own.sketch:
-        raise ValueError(
-            f"compress.fraction={own.fraction} of the gradients cannot be recovered from compress.sketch={own.sketch}, not "
-            f"even of one rank's: at most {LOAD * own.sketch:.3g} can; use a lower fraction, or a larger sketch"
-        )
-    if own.sketch and own.node_size is not None:
-        raise ValueError(
-            f"compress.node_size={own.node_size} sends codes between nodes, and compress.sketch adds up sketches of all "
-            "ranks; use none, or sketch=0"
-        )
+    if isinstance(own, TagcOptions):
+        refuse("compress.", {
+            f"sketch={own.sketch} is no number of floats for each gradient; use 0 to 1, such as 0.5": (
+                not 0 <= own.sketch <= 1
+            ),
+            "threshold keeps another number of gradients on each rank, but values and indices go in messages of one size; "
+            "use no-threshold, or add compress.sketch, such as 0.5": own.threshold and not own.sketch,
+            f"fraction={own.fraction} of the gradients cannot be recovered from compress.sketch={own.sketch}, not even of "
+            f"one rank's: at most {LOAD * own.sketch:.3g} can; use a lower fraction, or a larger sketch": (
+                own.sketch and own.fraction > LOAD * own.sketch
+            ),
+            f"node_size={own.node_size} sends codes between nodes, and compress.sketch adds up sketches of all ranks; use "
+            "none, or sketch=0": own.sketch and own.node_size is not None,
+        })  # fmt: skip
 
 
 def _ranks_of_a_parameter(config: Any) -> int:
@@ -271,5 +227,4 @@ POWERSGD = Method("gradient", PowerSGDOptions, "two thin factors of a gradient")
 ONEBIT_ADAM = Method("momentum", MomentumOptions, "signs of Adam's momentum", "adamw")
 ZERO_ONE_ADAM = Method("momentum", ZeroOneOptions, "signs of Adam's momentum, less and less often", "adamw")
 ONEBIT_LAMB = Method("momentum", MomentumOptions, "signs of LAMB's momentum", "lamb")
-LOCAL_SGD = Method("weights", LocalOptions, "weights, averaged every few steps", "adamw")
 DILOCO = Method("weights", LocalOptions, "weights, averaged every few steps by an outer optimizer", "adamw")

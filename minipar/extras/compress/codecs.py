@@ -18,7 +18,7 @@ from minipar.data_parallel.tensor_lists import all_finite
 from minipar.model.value_check import assert_async
 from minipar.support.errors import one_of
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Codec(Protocol):
@@ -47,10 +47,7 @@ class Sign:
     block: int | None = None
 
     def num_bytes(self, n: int) -> int:
-        return ceil(n / 8) + 4 * self._num_scales(n)
-
-    def _num_scales(self, n: int) -> int:
-        return 1 if self.block is None else ceil(n / self.block)
+        return ceil(n / 8) + 4 * (1 if self.block is None else ceil(n / self.block))
 
     def encode(self, x: Tensor) -> Tensor:
         return torch.cat((pack_bits(x >= 0), _bytes(self._scales(x.abs()).float())))
@@ -58,9 +55,9 @@ class Sign:
     def _scales(self, size: Tensor) -> Tensor:
         if self.block is None:
             return size.mean()
-        sums, short = _blocks(size, self.block).sum(1), -len(size) % self.block
+        sums = _blocks(size, self.block).sum(1)
         counts = torch.full_like(sums, self.block)
-        counts[-1:] -= short
+        counts[-1:] -= -len(size) % self.block
         return sums / counts
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
@@ -71,51 +68,44 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Int8:
-    """8 bits per element and a float32 scale per block: the block's largest |x| / 127. The error is at most scale / 2.
+class EightBits:
+    """A value of 8 bits per element, and a float32 scale per block, which maps its largest |x| to the largest value.
 
     Bytes: n + 4 ceil(n/block).
     """
 
+    kind: str
     block: int = 256
 
     def num_bytes(self, n: int) -> int:
         return n + 4 * ceil(n / self.block)
 
     def encode(self, x: Tensor) -> Tensor:
-        blocks = _blocks(x, self.block)
-        scale = blocks.abs().amax(1) / 127
-        codes = (blocks / _nonzero(scale)[:, None]).round_().to(torch.int8)
+        dtype, blocks = EIGHT_BITS[self.kind], _blocks(x, self.block)
+        limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        scale = blocks.abs().amax(1) / limits.max
+        values = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
+        codes = (values if dtype.is_floating_point else values.round_()).to(dtype)
         return torch.cat((_bytes(codes.flatten()[: len(x)]), _bytes(scale.float())))
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        codes, scale = payload[:n].view(torch.int8).float(), _from_bytes(payload[n:], torch.float32)
+        codes = payload[:n].view(EIGHT_BITS[self.kind]).float()
+        scale = _from_bytes(payload[n:], torch.float32)
         return _blocks(codes, self.block).mul_(scale[:, None]).flatten()[:n]
 
 
 @dataclass(frozen=True)
-class Float8:
-    """An fp8 value per element, and a float32 scale per block, which maps its largest |x| to the format's largest value.
+class Int8(EightBits):
+    """Whole numbers up to 127. The error is at most scale / 2."""
 
-    e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344. Bytes: n + 4 ceil(n/block).
-    """
+    kind: str = "int8"
+
+
+@dataclass(frozen=True)
+class Float8(EightBits):
+    """An fp8 value per element: e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344."""
 
     kind: str = "e4m3"
-    block: int = 256
-
-    def num_bytes(self, n: int) -> int:
-        return n + 4 * ceil(n / self.block)
-
-    def encode(self, x: Tensor) -> Tensor:
-        dtype, blocks = FLOAT8[self.kind], _blocks(x, self.block)
-        scale = blocks.abs().amax(1) / torch.finfo(dtype).max
-        codes = (blocks / _nonzero(scale)[:, None]).to(dtype)
-        return torch.cat((_bytes(codes.flatten()[: len(x)]), _bytes(scale.float())))
-
-    def decode(self, payload: Tensor, n: int) -> Tensor:
-        codes = payload[:n].view(FLOAT8[self.kind]).float()
-        scale = _from_bytes(payload[n:], torch.float32)
-        return _blocks(codes, self.block).mul_(scale[:, None]).flatten()[:n]
 
 
 @dataclass(frozen=True)
@@ -216,10 +206,6 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     return F.pad(x, (0, -len(x) % block)).view(-1, block)
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.error_feedback import ErrorFeedback
-from minipar.extras.compress.piece_residuals import Group, PieceResiduals
-from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
+from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, unfused
+from minipar.extras.compress.residuals import Residuals
 
 
 class CompressedMean:
@@ -36,12 +37,10 @@ class CompressedMean:
 
     def __init__(self, comm: Comm, codec: Codec, error_feedback: bool = True):
         self.comm = comm
-        self.worker = ErrorFeedback(codec, error_feedback)  # for the error of this rank's vectors
+        self.codec, self.error_feedback = codec, error_feedback
+        self.worker = Residuals()  # the error of this rank's vectors
         self.server = ErrorFeedback(codec, error_feedback)  # for the error of the mean of its chunk
-        self.codec = codec
-        self._groups: dict[Group, Tensors] = {}  # group -> meta tensors of the same shapes
-        self._pieces = PieceResiduals(self.worker.residuals)
-        self._loaded: State = {}
+        self._of_mean: dict[Any, Tensor] = {}  # loaded errors of means, until a chunk of them is this rank's
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among the tensors of a step.
@@ -55,24 +54,21 @@ class CompressedMean:
         """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
         if self.comm.size == 1 or not tensors:
             return dict(tensors)
-        flat, group = fused(tensors), tuple(tensors)
-        if group not in self._groups:
-            self._begin(group, tensors)
-        return unfused(self._mean(flat, group), tensors)
-
-    def _mean(self, flat: Tensor, group: Group) -> Tensor:
-        chunks = _chunks(flat, self.comm.size)
+        p, rank, group = self.comm.size, self.comm.rank, tuple(tensors)
+        (wanted,) = self.worker.added_to([tensors])
+        chunks = _chunks(wanted, p)
         n = len(chunks[0])
-        # The number of elements in each chunk that are not padding.
-        held = [min(max(len(flat) - r * n, 0), n) for r in range(self.comm.size)]
-        payloads = torch.stack(
-            [self.worker.encode((group, r), chunk, held[r]) for r, chunk in enumerate(chunks)]
-        )
+        payloads = torch.stack([self.codec.encode(chunk) for chunk in chunks])
+        if self.error_feedback:
+            self.worker.keep([tensors], [wanted - self._decoded(payloads, n)[: len(wanted)]])
+            self._take_loaded(group)
         received = self.comm.all_to_all(payloads)
         mean = torch.stack([self.codec.decode(payload, n) for payload in received]).mean(0)
-        own = self.server.encode(group, mean, held[self.comm.rank])
-        gathered = self.comm.all_gather(own[None])
-        return torch.cat([self.codec.decode(payload, n) for payload in gathered])[: len(flat)]
+        own = self.server.encode(group, mean, min(max(len(wanted) - rank * n, 0), n))
+        return unfused(self._decoded(self.comm.all_gather(own[None]), n), tensors)
+
+    def _decoded(self, payloads: Tensor, n: int) -> Tensor:
+        return torch.cat([self.codec.decode(payload, n) for payload in payloads])
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
@@ -82,25 +78,26 @@ class CompressedMean:
 
         Sends to each other rank the codec's bytes for all of its pieces: see `scattered_bytes`.
         """
-        rank = self.comm.rank
-        if self.comm.size == 1:
-            return dict(parts[0])
-        group = self._pieces.begin(parts, self._loaded)
-        payloads = [
-            self.worker.encode((group, r), fused(part)) if part else self._nothing()
-            for r, part in enumerate(parts)
-        ]
-        received = self.comm.all_to_all(
-            torch.cat(payloads), [len(x) for x in payloads], [len(payloads[rank])] * self.comm.size
-        )
-        if not parts[rank]:
+        p, own = self.comm.size, parts[self.comm.rank]
+        if p == 1 or not any(parts):
+            return dict(own)
+        while self._of_mean:  # the mean is not encoded here, so every rank sends the rest of it
+            key, x = self._of_mean.popitem()
+            self.worker.residuals[key] = self.worker.residuals[key] + x
+        wanted = self.worker.added_to(parts)
+        payloads = [self.codec.encode(x) if len(x) else x.to(torch.uint8) for x in wanted]
+        if self.error_feedback:
+            left = [
+                x - self.codec.decode(payload, len(x)) if len(x) else x
+                for x, payload in zip(wanted, payloads)
+            ]
+            self.worker.keep(parts, left)
+        sizes = [len(x) for x in payloads]
+        received = self.comm.all_to_all(torch.cat(payloads), sizes, [sizes[self.comm.rank]] * p)
+        if not own:
             return {}
-        n = sum(map(len, parts[rank].values()))
-        mean = torch.stack([self.codec.decode(x, n) for x in received.chunk(self.comm.size)]).mean(0)
-        return unfused(mean, parts[rank])
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.comm.device)
+        n = len(wanted[self.comm.rank])
+        return unfused(torch.stack([self.codec.decode(x, n) for x in received.chunk(p)]).mean(0), own)
 
     def scattered_bytes(self, sizes: Sequence[int]) -> int:
         """Return the bytes that this rank sends in `scattered_means` if rank r keeps sizes[r] elements."""
@@ -121,34 +118,28 @@ class CompressedMean:
         The mean of "residual" over ranks, plus "residual_of_mean", is all that was not sent. All-gathers 4 bytes per
         element.
         """
-        found = dict(self._loaded)
-        for group, shapes in self._groups.items():
-            if (group, 0) not in self.worker.residuals:
-                continue
-            own = torch.cat([self.worker.residuals[group, r] for r in range(self.comm.size)])
-            mean = self.comm.all_gather(self.server.residuals[group])
-            for name, flat in (("residual", own), ("residual_of_mean", mean)):
-                for key, part in cut(flat, shapes).items():
-                    found.setdefault(key, {})[name] = part
-        self._pieces.add_to(found)
+        found = self.worker.state()
+        for group, error in self.server.residuals.items():
+            like = {key: self.worker.residuals[key] for key in group}
+            for key, part in cut(self.comm.all_gather(error), like).items():
+                found[key]["residual_of_mean"] = part
+        for key, x in self._of_mean.items():
+            found[key]["residual_of_mean"] = x
         return found
 
     def load(self, state: State) -> None:
         """Load a result of `state`. If the number of ranks has changed, pass every rank the mean of all "residual"s."""
-        self._loaded = dict(state)
+        for key, own in state.items():
+            self.worker.residuals[key] = own["residual"].flatten()
+            if "residual_of_mean" in own:
+                self._of_mean[key] = own["residual_of_mean"].flatten()
 
-    def _begin(self, group: Group, tensors: Tensors) -> None:
-        self._groups[group] = {key: torch.empty_like(x, device="meta") for key, x in tensors.items()}
-        states = {key: self._loaded.pop(key, {}) for key in group}
-        for name, feedback in (("residual", self.worker), ("residual_of_mean", self.server)):
-            if not any(name in state for state in states.values()):
-                continue
-            whole = {key: states[key].get(name, torch.zeros_like(x)) for key, x in tensors.items()}
-            chunks = _chunks(fused(whole), self.comm.size)
-            if feedback is self.worker:
-                feedback.residuals |= {(group, r): chunk.clone() for r, chunk in enumerate(chunks)}
-            else:
-                feedback.residuals[group] = chunks[self.comm.rank].clone()
+    def _take_loaded(self, group: tuple[Any, ...]) -> None:
+        """Take this rank's chunk of the loaded errors of these tensors' means."""
+        if any(key in self._of_mean for key in group):
+            residuals = self.worker.residuals
+            whole = [self._of_mean.pop(key, torch.zeros_like(residuals[key])) for key in group]
+            self.server.residuals[group] = _chunks(torch.cat(whole), self.comm.size)[self.comm.rank].clone()
 
 
 def _chunks(flat: Tensor, p: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise."""
+"""DiLoCo: ranks train independently for H steps, then take an outer step by the mean of their ways."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class DiLoCo:
     d = mean over ranks of (w at the last outer step - w now)                          the outer gradient
     u = momentum u + d;   w = w at the last outer step - outer_lr (d + momentum u)     Nesterov's step
 
-    With outer_lr=1 and momentum=0 it is local SGD, which averages the weights. DiLoCo uses AdamW as the inner optimizer,
-    outer_lr=0.7 and momentum=0.9. With plain SGD inside, every=1, outer_lr=1 and momentum=0, it is data parallelism.
+    The paper uses AdamW as the inner optimizer. With outer_lr=1 and momentum=0 the weights are averaged, which is local
+    SGD; with plain SGD inside and every=1, it is then data parallelism.
 
-    With warmup=n, it is post-local SGD: the first n steps average gradients instead, so the replicas stay equal. With
+    With warmup=n, the first n steps average gradients instead, so the replicas stay equal (post-local SGD). With
     reduces_warmup=False, something else, such as DDP, averages these gradients. The ranks synchronise after each step
     whose number is a multiple of `every`.
     Sends 2(p-1)/p of the parameters once in `every` steps. Holds one more copy of the parameters; with momentum, two.

@@ -34,8 +34,6 @@ from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Batch, Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
 from minipar.train.parallelize import RankState
-from minipar.train.reference import relative
-from minipar.train.verification.provenance import place_in_recipe
 from minipar.train.verification.rounded_reference import (
     TOLERANCE,
     Held,
@@ -45,8 +43,16 @@ from minipar.train.verification.rounded_reference import (
     is_rounded,
     whole,
 )
-from minipar.train.verification.verify import UPDATE_TOLERANCE, Observed, Row, number_row, tensor_row
+from minipar.train.verification.verify import (
+    UPDATE_TOLERANCE,
+    Observed,
+    Row,
+    number_row,
+    parts_row,
+    tensor_row,
+)
 
+Part = tuple[int, Placement, Tensor]  # of a tensor on a rank
 Message = list[Average]  # one averaging call, as recorded by each rank of a Comm, in rank order
 
 
@@ -148,7 +154,7 @@ class Replay:
         self.optimizer = family.optimizer_class()(groups, **options)
         self.ranks = []
         if self.choice.averages != "gradient":
-            own = [[step[rank] for step in messages] for rank in range(config.world_size)]
+            own = zip(*messages)
             self.ranks = [
                 _Rank(config, rank, held, sent) for rank, (held, sent) in enumerate(zip(before, own))
             ]
@@ -164,88 +170,79 @@ class Replay:
         """Repeat a step, given every rank's weights before and after it, gradients, and messages in order."""
         config = self.config
         lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
-        batch = batch_of(config, self.text, step)
         norm = _norm(gradients)
         divisor = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
         sent = _by_message(messages)
         means = [self.means(message) for message in sent]
         keeps_own = self.choice.keeps_own_gradients(config, step)
-        if keeps_own and self.choice.steps_locally:
-            loss, wanted, limits = self._of_replicas(batch, step, before)
-            found = [(rank, place, x) for rank, held in enumerate(gradients) for place, x in held]
+        alone = keeps_own and self.choice.steps_locally
+        loss, wanted, limits = self._gradients(step, before, config.dp if alone else 1)
+        if alone:
+            found = _flat(gradients)
+        elif keeps_own:
+            found = _means_of_parts(gradients)
         else:
-            loss, of_batch, limits = self._of_whole_batch(batch, step, whole(before))
-            wanted = [of_batch] * config.world_size
-            if keeps_own:
-                found = _means_of_parts(gradients)
-            else:
-                sums = [[_total(xs) for xs in zip(*(one.given for one in message))] for message in sent]
-                found = self._complete(sent, sums, gradients)
-        compared = [
-            Compared(rank, place, x, place.slice_of(wanted[rank][place.tied_to or place.name]))
-            for rank, place, x in found
-        ]
-        averages, weights = [], []
+            sums = [[_total(xs) for xs in zip(*(one.given for one in message))] for message in sent]
+            found = self._complete(sent, sums, gradients)
+        compared = [_compared(rank, place, x, wanted[rank]) for rank, place, x in found]
         if not self.ranks:
             sums = [[x * len(message) for x in own] for message, own in zip(sent, means)]
             averages = self._averages(sent, sums, gradients)
-            weights = self._updated(before, after, whole(gradients), lr, divisor)
+            _take_step(self.optimizer, self.masters, whole(before), whole(gradients), lr, divisor)
+            updated = {name: master.detach().clone() for name, master in self.masters.items()}
+            weights = [_compared(rank, place, x, updated) for rank, place, x in _flat(after)]
+            return LossyStep(loss, norm, compared, averages, weights, limits)
+        averages, weights = [], []
         for rank, replay in enumerate(self.ranks):
             own_means = [
                 (message[message[0].ranks.index(rank)], own)
                 for message, own in zip(sent, means)
                 if rank in message[0].ranks
             ]
-            averages += replay.averages(own_means)
             weights += replay.step(lr, divisor, before[rank], after[rank], gradients[rank], own_means)
-            averages += replay.given
+            averages += replay.averages
         return LossyStep(loss, norm, compared, averages, weights, limits)
 
-    # Gradients
-
-    def _of_whole_batch(
-        self, batch: Batch, step: int, weights: Tensors
-    ) -> tuple[float, Tensors, dict[str, float]]:
-        """Return the loss and gradients of the whole batch, and the allowed differences of both."""
-        loss, found = gradients_at(self.model, weights, batch, step)
-        limits = dict.fromkeys((*found, "loss"), TOLERANCE.get(self.config.dtype, 0.0))
-        if self.exact is not None:
-            copies = {name: p.detach() for name, p in self.model.named_parameters()}
-            exact = gradients_at(self.exact, copies, batch, step)
-            limits = allowed(self.config, (loss, found), exact)
-        if self.config.model.balance_bias:
-            update_balance_bias(self.model)
-            if self.exact is not None:
-                self.exact.load_state_dict(dict(self.model.named_buffers()), strict=False)
-        return loss, found, limits
-
-    def _of_replicas(
-        self, batch: Batch, step: int, before: list[Held]
+    def _gradients(
+        self, step: int, before: list[Held], replicas: int
     ) -> tuple[float, list[Tensors], dict[str, float]]:
-        """Return the batch's loss, for each rank the gradients of its replica's samples at its weights, and the limits."""
+        """Return the batch's loss, for each rank the gradients of its replica's samples at its weights, and the limits.
+
+        replicas  1 if all ranks have the same weights: then they are the gradients of the whole batch
+        """
         config = self.config
+        batch = batch_of(config, self.text, step)
         mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
-        replica = [mesh.coordinates_of(rank).dp for rank in range(config.world_size)]
+        replica = [mesh.coordinates_of(r).dp * replicas // config.dp for r in range(config.world_size)]
         groups = (
             config.model.num_groups(config.batch_size, config.seq_len) if config.model.num_experts else None
         )
-        total, found = 0.0, []
-        for dp, ids in enumerate(torch.arange(config.batch_size).chunk(config.dp)):
-            weights = whole([held for held, of in zip(before, replica) if of == dp])
+        total, found, limits = 0.0, [], {}
+        for i, ids in enumerate(torch.arange(config.batch_size).chunk(replicas)):
+            weights = whole([held for held, of in zip(before, replica) if of == i])
             positions = None if batch.positions is None else batch.positions[ids]
-            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions)
-            loss, own = gradients_at(self.model, weights, part, step, 1.0, groups, ids)
+            part = (
+                Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions),
+                step,
+                1.0,
+                groups,
+                ids,
+            )
+            loss, own = gradients_at(self.model, weights, *part)
+            limits = dict.fromkeys((*own, "loss"), TOLERANCE.get(config.dtype, 0.0))
+            if self.exact is not None:
+                copies = {name: p.detach() for name, p in self.model.named_parameters()}
+                limits = allowed(config, (loss, own), gradients_at(self.exact, copies, *part))
             total += loss
-            found.append({name: g * config.dp for name, g in own.items()})
+            found.append({name: g * replicas for name, g in own.items()})
         if config.model.balance_bias:
             update_balance_bias(self.model)
-        limits = dict.fromkeys((*found[0], "loss"), TOLERANCE[config.dtype])
-        return total, [found[dp] for dp in replica], limits
+            if self.exact is not None:
+                self.exact.load_state_dict(dict(self.model.named_buffers()), strict=False)
+        return total, [found[of] for of in replica], limits
 
-    def _complete(
-        self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
-    ) -> list[tuple[int, Placement, Tensor]]:
-        """Return triples (rank, placement, gradient): the sums of messages, and the gradients that are in no message.
+    def _complete(self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]) -> list[Part]:
+        """Return the sums of messages, and the gradients that are in no message.
 
         With ZeRO 0 and 3, the gradients of a tied weight's two copies are added after they are averaged.
         """
@@ -256,31 +253,17 @@ class Replay:
             for place, total in zip(message[0].placements, own)
         ]
         known = {(rank, place.name) for rank, place, _ in found}
-        tied = (
-            {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero in (0, 3) else set()
-        )
+        tied = {place.tied_to for _, place, _ in found} - {None} if self.config.zero in (0, 3) else set()
         ends: dict[object, dict[bool, Tensor]] = defaultdict(dict)
         for _, place, total in found:
-            if (name := place.tied_to or place.name) in tied:
-                ends[name, place.start, place.length].setdefault(place.tied_to is None, total)
+            ends[_name(place), place.start, place.length].setdefault(place.tied_to is None, total)
         found = [
-            (
-                rank,
-                place,
-                _total(list(ends[place.tied_to or place.name, place.start, place.length].values()))
-                if (place.tied_to or place.name) in tied
-                else total,
-            )
+            (rank, place, _total(ends[_name(place), place.start, place.length].values()))
+            if _name(place) in tied
+            else (rank, place, total)
             for rank, place, total in found
         ]
-        return found + [
-            (rank, place, x)
-            for rank, held in enumerate(gradients)
-            for place, x in held
-            if (rank, place.name) not in known
-        ]
-
-    # Averages and weights, for methods that average gradients
+        return found + [part for part in _flat(gradients) if (part[0], part[1].name) not in known]
 
     def _averages(
         self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
@@ -289,33 +272,10 @@ class Replay:
         if not sent:
             return []
         by_rank: list[Held] = [[] for _ in gradients]
-        wide = self.config.torch_master_dtype
         for rank, place, total in self._complete(sent, sums, gradients):
-            by_rank[rank].append((place, total.to(wide)))
+            by_rank[rank].append((place, total.to(self.config.torch_master_dtype)))
         wanted = whole(by_rank)
-        return [
-            Compared(rank, place, x, place.slice_of(wanted[place.tied_to or place.name]))
-            for rank, held in enumerate(gradients)
-            for place, x in held
-        ]
-
-    def _updated(
-        self, before: list[Held], after: list[Held], gradients: Tensors, lr: float, divisor: float
-    ) -> list[Compared]:
-        """Compare every rank's weights with those of one process after one update."""
-        weights = whole(before)
-        for name, master in self.masters.items():
-            master.data.copy_(weights[name])
-            master.grad = gradients[name] / divisor if name in gradients else None
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        updated = {name: master.detach().clone() for name, master in self.masters.items()}
-        return [
-            Compared(rank, place, x, place.slice_of(updated[place.tied_to or place.name]))
-            for rank, held in enumerate(after)
-            for place, x in held
-        ]
+        return [_compared(rank, place, x, wanted) for rank, place, x in _flat(gradients)]
 
 
 class _Replayed:
@@ -332,7 +292,7 @@ class _Replayed:
             if [place.name for place in message.placements] == names
         )
         message, means = self.rank.left.pop(number)
-        self.rank.given += [
+        self.rank.averages += [
             Compared(self.rank.rank, place, got, want.clone())
             for place, got, want in zip(message.placements, message.given, tensors.values())
         ]
@@ -349,10 +309,10 @@ class _Ranks:
 class _Rank:
     """The optimizer of one rank, emulated in the reference process, for a method that averages momenta or weights."""
 
-    def __init__(self, config: TrainConfig, rank: int, before: Held, messages: list[list[Average]]):
+    def __init__(self, config: TrainConfig, rank: int, before: Held, messages: Sequence[list[Average]]):
         self.rank = rank
         self.left: list[tuple[Average, list[Tensor]]] = []
-        self.given: list[Compared] = []
+        self.averages: list[Compared] = []
         self.params: dict[str, nn.Parameter] = {}
         for place, x in before:
             self.params[place.name] = nn.Parameter(x.clone())
@@ -377,29 +337,36 @@ class _Rank:
         for compressors in averaging.compressors + averaging.plain:
             compressors.make = lambda comm: cast(Compressor, _Replayed(cast(Any, comm), self))
 
-    def averages(self, means: list[tuple[Average, list[Tensor]]]) -> list[Compared]:
-        """Compare the means that this rank's compressors returned with those that they must return."""
-        return [
-            Compared(self.rank, place, got, want)
-            for message, own in means
-            for place, got, want in zip(message.placements, message.got, own)
-        ]
-
     def step(
         self, lr: float, divisor: float, before: Held, after: Held, gradients: Held,
         means: list[tuple[Average, list[Tensor]]],
     ) -> list[Compared]:  # fmt: skip
-        """Take a step from the mesh's weights with this rank's gradients; compare the weights after it."""
-        self.left, self.given, found = list(means), [], {place.name: x for place, x in gradients}
-        for place, x in before:
-            param = self.params[place.name]
-            param.data.copy_(x)
-            param.grad = found[place.name] / divisor if place.name in found else None
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        """Take a step from the mesh's weights with this rank's gradients; compare the weights after it.
+
+        `averages` then has what this rank gave to its compressors and the means that it got, each with what they must be.
+        """
+        self.left = list(means)
+        self.averages = [
+            Compared(self.rank, place, got, want)
+            for message, own in means
+            for place, got, want in zip(message.placements, message.got, own)
+        ]
+        held, found = ({place.name: x for place, x in own} for own in (before, gradients))
+        _take_step(self.optimizer, self.params, held, found, lr, divisor)
         assert not self.left, "a message that one process does not send"
         return [Compared(self.rank, place, x, self.params[place.name].detach().clone()) for place, x in after]
+
+
+def _take_step(
+    optimizer: Any, params: Mapping[str, nn.Parameter], weights: Tensors, gradients: Tensors, lr: float, divisor: float
+) -> None:  # fmt: skip
+    """Update these parameters, in place, from these weights by these gradients."""
+    for name, param in params.items():
+        param.data.copy_(weights[name])
+        param.grad = gradients[name] / divisor if name in gradients else None
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
 
 
 # Helpers over all ranks -----------------------------------------------------------------------------------------------
@@ -419,19 +386,28 @@ def _by_message(messages: list[list[Average]]) -> list[Message]:
     return list(found.values())
 
 
+def _flat(held_by_rank: list[Held]) -> list[Part]:
+    return [(rank, place, x) for rank, held in enumerate(held_by_rank) for place, x in held]
+
+
+def _name(place: Placement) -> str:
+    return place.tied_to or place.name
+
+
+def _compared(rank: int, place: Placement, x: Tensor, wanted: Tensors) -> Compared:
+    return Compared(rank, place, x, place.slice_of(wanted[_name(place)]))
+
+
 def _total(xs: Any) -> Tensor:
     return torch.stack(list(xs)).sum(0)
 
 
-def _means_of_parts(gradients: list[Held]) -> list[tuple[int, Placement, Tensor]]:
+def _means_of_parts(gradients: list[Held]) -> list[Part]:
     """Return each part's mean over all ranks that hold it."""
-    held: dict[object, list[tuple[int, Placement, Tensor]]] = defaultdict(list)
-    for rank, own in enumerate(gradients):
-        for place, x in own:
-            held[place.tied_to, place.part].append((rank, place, x))
-    return [
-        (parts[0][0], parts[0][1], torch.stack([x for *_, x in parts]).mean(0)) for parts in held.values()
-    ]
+    held: dict[object, list[Part]] = defaultdict(list)
+    for rank, place, x in _flat(gradients):
+        held[place.tied_to, place.part].append((rank, place, x))
+    return [(*parts[0][:2], torch.stack([x for *_, x in parts]).mean(0)) for parts in held.values()]
 
 
 def _norm(gradients: list[Held]) -> float:
@@ -458,11 +434,11 @@ def lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> l
     for step, want in enumerate(steps):
         losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
         rows.append(number_row(f"loss, step {step}", losses, want.loss, want.limits["loss"]))
-        rows.append(_parts_row(config, f"gradients, step {step}", want.gradients, want.limits))
+        rows.append(_row(config, f"gradients, step {step}", want.gradients, want.limits))
         rows.append(number_row(f"gradient norm, step {step}", norms, want.norm, UPDATE_TOLERANCE))
         if want.averages:
-            rows.append(_parts_row(config, f"averages, step {step}", want.averages, unit))
-        rows.append(_parts_row(config, f"weights, step {step}", want.weights))
+            rows.append(_row(config, f"averages, step {step}", want.averages, unit))
+        rows.append(_row(config, f"weights, step {step}", want.weights))
     return rows
 
 
@@ -481,16 +457,8 @@ def _replay_lossy_steps(
     ]
 
 
-def _parts_row(
+def _row(
     config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
 ) -> Row:
-    """Compare parts with the same parts in one process. `limit` is one number, or one number per tensor name."""
-    worst, where, equal = (-1.0, "", 0), None, True
-    for rank, placement, got, want in found:
-        name = placement.tied_to or placement.name
-        apart = (got - want).abs().max().item() if got.numel() else 0.0
-        apart = relative(apart, want.abs().max().item() if want.numel() else 0.0)
-        equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
-        if (apart, name, rank) > worst:
-            worst, where = (apart, name, rank), placement
-    return Row(what, len(found), *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
+    parts = [(*one, one.want.abs().max().item() if one.want.numel() else 0.0) for one in found]
+    return parts_row(config, what, parts, limit)

@@ -19,28 +19,33 @@ from minipar.extras.compress.plain_mean import Compressor, PlainMean, Tensors
 from minipar.mesh import placement_of
 
 Pairs = list[tuple[ParamGroup, Tensor]]
+# The compressor of these papers: one scale for all signs of a chunk.
+SIGNS: Callable[[Comm], Compressor] = partial(CompressedMean, codec=Sign())
 
 
 class MomentumOptimizer(torch.optim.Optimizer):
     """An optimizer that averages over ranks itself. The replicas must start equal; a missing gradient counts as zero.
 
     comm      the Comm of the replicas, or a function from parameter to Comm
-    warmup    number of first steps, in which gradients are averaged uncompressed
+    warmup    number of first steps, in which gradients are averaged uncompressed and the variance settles: at least 1
     compress  a function from Comm to the compressor that averages after the warm-up; default: signs, one scale per chunk
     reduces_warmup  False: something else, such as DDP, averages the gradients of the warm-up
 
     `step` calls the subclass's `_step(pairs, grads, warm)`. The pairs are (group, parameter), and `grads` are averaged only
     in the warm-up. A parameter's state is "step", "exp_avg", "exp_avg_sq" and the tensors that the subclass adds.
+    Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
     """
 
     def __init__(
-        self, params: ParamsT, comm: Comm | CommOf, defaults: ParamGroup, warmup: int,
-        compress: Callable[[Comm], Compressor] | None = None, reduces_warmup: bool = True, error_feedback: bool = True,
+        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, lr: float = 1e-3,
+        betas: tuple[float, ...] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        compress: Callable[[Comm], Compressor] = SIGNS, reduces_warmup: bool = True,
     ):  # fmt: skip
-        super().__init__(params, defaults)
+        if warmup < 1:
+            raise ValueError(f"warmup={warmup}; use at least 1 step, in which the variance settles")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.warmup, self.reduces_warmup = warmup, reduces_warmup
-        signs = partial(CompressedMean, codec=Sign(), error_feedback=error_feedback)
-        self.compressors = Averages(compress or signs, comm)
+        self.compressors = Averages(compress, comm)
         self.plain = Averages(PlainMean, comm)
 
     @torch.no_grad()

@@ -37,9 +37,6 @@ class Average(NamedTuple):
     cuts: list[list[tuple[int, int]]] | None = None
 
 
-IsCompressed = Callable[[Average, int], bool]
-
-
 class Sketched(NamedTuple):
     """The settings of a SketchedMean: which elements a rank keeps, and the number of cells per element."""
 
@@ -50,7 +47,7 @@ class Sketched(NamedTuple):
 class OneProcessMeans:
     """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
 
-    is_compressed  a function from a message and i to whether its tensor i is compressed, or averaged exactly
+    is_compressed  a function from a tensor's placement to whether it is compressed, or averaged exactly
     codec          encodes a vector; None for PowerSGD; `Sketched` for the sketches of the largest elements
     node_size      compress only between nodes of this many ranks; None: between all ranks
     rank           the rank of PowerSGD's factors
@@ -59,7 +56,7 @@ class OneProcessMeans:
 
     def __init__(
         self,
-        is_compressed: IsCompressed,
+        is_compressed: Callable[[Placement], bool],
         codec: Codec | Sketched | None,
         node_size: int | None = None,
         rank: int = 0,
@@ -75,7 +72,7 @@ class OneProcessMeans:
         first = message[0]
         given = [[widened(x) for x in one.given] for one in message]
         means = [torch.stack(xs).mean(0) for xs in zip(*given)]
-        chosen = [i for i in range(len(means)) if first.is_compressed and self.is_compressed(first, i)]
+        chosen = [i for i, x in enumerate(first.placements) if first.is_compressed and self.is_compressed(x)]
         key = (
             first.comm,
             first.ranks,

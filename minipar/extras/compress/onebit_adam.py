@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from minipar.comm import Comm
-from minipar.data_parallel.arguments import CommOf, ParamGroup
+from minipar.data_parallel.arguments import ParamGroup
 from minipar.extras.compress.momentum_optimizer import MomentumOptimizer, Pairs
 from minipar.extras.compress.plain_mean import Tensors
 
@@ -27,21 +23,11 @@ class OneBitAdam(MomentumOptimizer):
     weight whose first gradient comes after the warm-up never changes.
     Sends 2(p-1)/p * 4 bytes per element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 8 bytes per parameter,
     and residuals of 4 + 4/p bytes. Nothing else may reduce gradients, except in the warm-up with reduces_warmup=False.
-    Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:2102.02888, algorithm 1, with its authors' equations (DeepSpeed's post "1-bit Adam", section 2.1) and
     DeepSpeed's OnebitAdam. Differences from DeepSpeed: this optimizer has Adam's bias corrections, which keep the values of
     the last warm-up step (in lr' and eps, so that the step size does not jump). It sets m = 0 where v = 0, for which
     DeepSpeed takes a mask from the caller. It has AdamW's weight decay, and a different scale of the signs (see codecs.py).
     """
-
-    def __init__(
-        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
-    ):  # fmt: skip
-        if warmup < 1:
-            raise ValueError(f"warmup={warmup}; use at least 1 step of Adam, in which the variance settles")
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, comm, defaults, warmup, **options)
 
     def _step(self, pairs: Pairs, grads: Tensors, warm: bool) -> None:
         for group, param in pairs:

@@ -36,7 +36,6 @@ class OneBitLamb(MomentumOptimizer):
     decay, r scales only the part of u that is not decay.
     Sends 2(p-1)/p * 4 bytes per element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 12 bytes per parameter,
     and residuals. Needs unsharded layers on each rank.
-    Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:2104.06069, algorithm 1. From DeepSpeed's OnebitLamb: the order of the updates, the limits of c and r, and
     how weight decay enters r. Differences from DeepSpeed: this optimizer has LAMB's bias corrections, which keep the values
     of the last warm-up step. It limits c only in c_avg, not in the step, so that the warm-up is exactly LAMB. A c_avg that
@@ -45,13 +44,10 @@ class OneBitLamb(MomentumOptimizer):
     """
 
     def __init__(
-        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, lr: float = 1e-3,
-        betas: tuple[float, ...] = (0.9, 0.999, 0.9), eps: float = 1e-6, weight_decay: float = 0.0, **options: Any,
+        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, *,
+        betas: tuple[float, ...] = (0.9, 0.999, 0.9), eps: float = 1e-6, **options: Any,
     ):  # fmt: skip
-        if warmup < 1:
-            raise ValueError(f"warmup={warmup}; use at least 1 step of LAMB, in which its scales settle")
-        defaults = dict(lr=lr, betas=(*betas, 0.9)[:3], eps=eps, weight_decay=weight_decay)
-        super().__init__(params, comm, defaults, warmup, **options)
+        super().__init__(params, comm, warmup, betas=(*betas, 0.9)[:3], eps=eps, **options)
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
         numbers = {"c_avg": torch.tensor(0.0), "ratio": torch.tensor(1.0), "equal": torch.tensor(1.0)}

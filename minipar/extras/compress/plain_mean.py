@@ -21,7 +21,7 @@ class Compressor(Protocol):
     means   returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the same
             keys in the same order, in every step, because a tensor's residual is found by its key
     state   returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this rank's
-            own, in the shape of the tensor with that key; all other tensors are the same on every rank
+            own, with the elements of the tensor with that key; all other tensors are the same on every rank
     load    loads a state; must be called before the first `means`
     """
 

@@ -8,7 +8,7 @@ axes may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, takewhile
@@ -27,8 +27,8 @@ from minipar.expert import gradient_comm
 from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
 from minipar.extras.compress.compressed_buckets import CompressedBuckets, Compressors, own_gradients
 from minipar.extras.compress.compressed_mean import CompressedMean
-from minipar.extras.compress.local_sgd import DiLoCo
-from minipar.extras.compress.one_process import Average, OneProcessMeans, Sketched
+from minipar.extras.compress.diloco import DiLoCo
+from minipar.extras.compress.one_process import OneProcessMeans, Sketched
 from minipar.extras.compress.onebit_adam import OneBitAdam
 from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import Compressor, State
@@ -79,9 +79,7 @@ class Compressed(Averaging):
         self._reduce: ReduceBucket = own_gradients
         self.reduce_bucket = self._reduce_bucket
         if config.choice("compress").averages == "gradient":
-            chosen = _in_feed_forward if config.compress == "tagc" else _is_compressed
-            make = partial(Selective, compress=_vector_compressor(config), select=chosen)
-            self._reduce = buckets = CompressedBuckets(make, scatters=config.zero > 1)
+            self._reduce = buckets = CompressedBuckets(_selective(config), scatters=config.zero > 1)
             self.compressors.append(buckets)
 
     def _reduce_bucket(self, reduction: Reduction) -> Pending:
@@ -103,18 +101,15 @@ class Compressed(Averaging):
         if averages == "gradient":
             return None
         if averages == "weights":
-            outer = {"outer_lr": 1.0, "momentum": 0.0} if config.compress == "local-sgd" else {}
             inner = optimizer_cls(groups, **options)
-            diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False, **outer)
+            diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False)
             self.plain.append(diloco.plain)
             return LocalOptimizer(diloco)
-        compress = partial(Selective, compress=_vector_compressor(config), select=_is_compressed)
         cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
         if cls is None:
             cls = partial(ZeroOneAdam, every=own.every)
-        optimizer = cls(
-            groups, comm_of, own.warmup, compress=compress, reduces_warmup=False, lr=config.lr, betas=BETAS
-        )
+        options = {"lr": config.lr, "betas": BETAS, "compress": _selective(config)}
+        optimizer = cls(groups, comm_of, own.warmup, reduces_warmup=False, **options)
         self.compressors.append(optimizer.compressors)
         self.plain.append(optimizer.plain)
         return TorchOptimizerAdapter(optimizer)
@@ -122,15 +117,16 @@ class Compressed(Averaging):
     # Checkpoints
 
     def stored_parts(self, state: RankState) -> Iterator[StoredPart]:
-        for comm, compressor in chain.from_iterable(own.by_comm.items() for own in self.compressors):
-            for param, tensors in compressor.state().items():
-                for name, x in tensors.items():
-                    yield StoredPart(KIND, _place(name, param, x, comm.rank), x)
+        by_comm = chain.from_iterable(own.by_comm.items() for own in self.compressors)
+        states = [(comm.rank, compressor.state()) for comm, compressor in by_comm]
         if isinstance(state.optimizer, LocalOptimizer):
             comm_of = gradient_comm(state.mesh)
-            for param, tensors in state.optimizer.own_states():
+            states += [(comm_of(param).rank, {param: own}) for param, own in state.optimizer.own_states()]
+        for rank, found in states:
+            for param, tensors in found.items():
                 for name, x in tensors.items():
-                    yield StoredPart(KIND, _own(name, param, comm_of(param).rank), x)
+                    x = x if name == "factor" else x.view(param.shape)
+                    yield StoredPart(KIND, _place(name, param, rank, x.shape), x)
 
     @torch.no_grad()
     def restore(self, state: RankState, checkpoint: Checkpoint) -> None:
@@ -140,29 +136,32 @@ class Compressed(Averaging):
             by_comm: dict[Comm, State] = {}
             for param in chain.from_iterable(stage.parameters() for stage in state.stages):
                 key, comm = compressors.key(param), comm_of(param)
-                if comm.size > 1 and (found := _read_state(checkpoint, key, comm)):
+                if comm.size > 1 and (found := _read(checkpoint, ("residual", *SHARED), key, comm)):
                     by_comm.setdefault(comm, {})[key] = found
             for comm, states in by_comm.items():
                 compressors.of(comm).load(states)
         if isinstance(state.optimizer, LocalOptimizer):
-            moments = ("exp_avg", "exp_avg_sq")
-            own: dict[Tensor, dict[str, Tensor]] = {
-                p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments})
-                for p in state.optimizer.outer.params
-            }
+            moments, params = ("exp_avg", "exp_avg_sq"), state.optimizer.outer.params
+            own = {p: _read(checkpoint, moments, p, comm_of(p)) for p in params}
             state.optimizer.resume(checkpoint.step, own)
 
 
 def means_in_one_process(config: TrainConfig) -> OneProcessMeans:
     """Return the function that computes, in one process, the means of recorded messages."""
-    own = config.options["compress"]
+    own, select = config.options["compress"], _chosen(config)
     if config.compress == "powersgd":
-        return OneProcessMeans(_of_matrices, None, rank=own.rank)
-    select = _of_feed_forward if config.compress == "tagc" else _of_matrices
+        return OneProcessMeans(select, None, rank=own.rank)
     node_size = getattr(own, "node_size", None)
     sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
     codec = None if sends_weights else _sketched(config) or _codec(config)
     return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
+
+
+def _selective(config: TrainConfig) -> MakeCompressor:
+    chosen = _chosen(config)
+    return partial(
+        Selective, compress=_vector_compressor(config), select=lambda param: chosen(placement_of(param))
+    )
 
 
 def _vector_compressor(config: TrainConfig) -> MakeCompressor:
@@ -198,34 +197,28 @@ def _codec(config: TrainConfig) -> Codec:
     return CODEC_OF[config.compress]
 
 
-def _is_compressed(param: Tensor) -> bool:
+def _chosen(config: TrainConfig) -> Callable[[Placement], bool]:
+    return _in_feed_forward if config.compress == "tagc" else _is_compressed
+
+
+def _is_compressed(placement: Placement) -> bool:
     """Return whether to compress a parameter's gradient: only of matrices, and of those that no other tp rank copies.
 
     Copies would be encoded with different other elements on each rank, and would become unequal. Vectors have few elements
     and are sensitive to rounding.
     """
-    return param.dim() > 1 and "tp" not in placement_of(param).replicated
+    return len(placement.length) > 1 and "tp" not in placement.replicated
 
 
-def _in_feed_forward(param: Tensor) -> bool:
-    name = placement_of(param).name
-    return _is_compressed(param) and ".mlp." in name
-
-
-def _of_matrices(message: Average, i: int) -> bool:
-    """Return whether tensor i of a recorded message is compressed, by the rule of `_is_compressed`."""
-    return message.given[i].dim() > 1 and "tp" not in message.placements[i].replicated
-
-
-def _of_feed_forward(message: Average, i: int) -> bool:
-    return _of_matrices(message, i) and ".mlp." in message.placements[i].name
+def _in_feed_forward(placement: Placement) -> bool:
+    return _is_compressed(placement) and ".mlp." in placement.name
 
 
 # Optimizers that average over ranks themselves ----------------------------------------------------------------------
 
 
 class LocalOptimizer(TorchOptimizerAdapter):
-    """The `OptimizerInterface` of DiLoCo and local SGD. Ranks share the outer velocity; each has its own inner state."""
+    """The `OptimizerInterface` of DiLoCo. Ranks share the outer velocity; each has its own inner state."""
 
     def __init__(self, optimizer: DiLoCo):
         super().__init__(optimizer)  # type: ignore[arg-type]  # no torch Optimizer, but with all that the adapter uses
@@ -258,55 +251,30 @@ class LocalOptimizer(TorchOptimizerAdapter):
 # Tensors in checkpoints ---------------------------------------------------------------------------------------------
 
 
-def _place(name: str, param: Tensor, x: Tensor, data_rank: int) -> Placement:
-    if name == "residual":
-        return _own(name, param, data_rank)
-    return _factor(param, x.shape) if name == "factor" else _renamed(param, f"{name} of")
+SHARED = ("residual_of_mean", "factor")  # equal on all ranks; every other tensor is a rank's own
 
 
-def _own(name: str, param: Tensor, data_rank: int) -> Placement:
-    return _renamed(param, f"data rank {data_rank}'s {name} of")
-
-
-def _renamed(param: Tensor, prefix: str) -> Placement:
+def _place(name: str, param: Tensor, data_rank: int, shape: tuple[int, ...] = ()) -> Placement:
+    """Return the placement, in a checkpoint, of a tensor that belongs to a parameter; `shape` is that of a "factor"."""
     placement = placement_of(param)
-    return replace(placement, name=f"{prefix} {placement.name}", tied_to=None)
+    if name == "factor":
+        return Placement.whole(f"factor of {placement.name} from {placement.start}", shape)
+    whose = "" if name in SHARED else f"data rank {data_rank}'s "
+    return replace(placement, name=f"{whose}{name} of {placement.name}", tied_to=None)
 
 
-def _factor(param: Tensor, shape: tuple[int, ...]) -> Placement:
-    placement = placement_of(param)
-    return Placement.whole(f"factor of {placement.name} from {placement.start}", shape)
-
-
-def _read_state(checkpoint: Checkpoint, param: Tensor, comm: Comm) -> dict[str, Tensor]:
-    found = {
-        "residual": _read_own(checkpoint, "residual", param, comm),
-        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), comm.device),
-    }
-    factor = _factor(param, ())
-    if checkpoint.has(KIND, factor.name):
-        shape = checkpoint.global_shape(KIND, factor.name)
-        found["factor"] = _read(checkpoint, _factor(param, shape), comm.device)
-    return _present(found)
-
-
-def _read_own(checkpoint: Checkpoint, name: str, param: Tensor, comm: Comm) -> Tensor | None:
-    """Return this rank's stored tensor or, if the number of replicas has changed, the mean of all; None without any."""
-    placements = (_own(name, param, i) for i in count())
-    stored = list(takewhile(lambda placement: checkpoint.has(KIND, placement.name), placements))
-    if len(stored) == comm.size:
-        return _read(checkpoint, stored[comm.rank], comm.device)
-    if not stored:
-        return None
-    residuals = [_read(checkpoint, placement, comm.device) for placement in stored]
-    return torch.stack([x for x in residuals if x is not None]).mean(0)
-
-
-def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
-def _read(checkpoint: Checkpoint, placement: Placement, device: torch.device) -> Tensor | None:
-    if not checkpoint.has(KIND, placement.name):
-        return None
-    return checkpoint.read(KIND, placement).to(device)
+def _read(checkpoint: Checkpoint, names: Iterable[str], param: Tensor, comm: Comm) -> dict[str, Tensor]:
+    """Return this rank's stored tensors of these names, or the means of all ranks' if there were other replicas."""
+    found = {}
+    for name in names:
+        ranks = range(1) if name in SHARED else count()
+        places = (_place(name, param, i) for i in ranks)
+        stored = list(takewhile(lambda place: checkpoint.has(KIND, place.name), places))
+        if name == "factor":
+            stored = [_place(name, param, 0, checkpoint.global_shape(KIND, place.name)) for place in stored]
+        if len(stored) == comm.size:
+            stored = [stored[comm.rank]]
+        if stored:
+            xs = [checkpoint.read(KIND, place).to(comm.device) for place in stored]
+            found[name] = torch.stack(xs).mean(0)
+    return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.extras.compress.codecs import pack_bits, require_finite, unpack_bits
+from minipar.extras.compress.codecs import pack_bits, unpack_bits
 from minipar.extras.compress.compressed_buckets import parts_by_rank
-from minipar.extras.compress.piece_residuals import PieceResiduals
 from minipar.extras.compress.plain_mean import Means, State, Tensors, fused, unfused
+from minipar.extras.compress.residuals import Residuals
 from minipar.extras.compress.sketch import Sketch, num_cells
 from minipar.extras.compress.threshold import Choose
 
@@ -40,9 +39,7 @@ class SketchedMean:
 
     def __init__(self, comm: Comm, choose: Choose, ratio: float, error_feedback: bool = True):
         self.comm, self.choose, self.ratio, self.error_feedback = comm, choose, ratio, error_feedback
-        self.residuals: dict[Any, Tensor] = {}
-        self._pieces = PieceResiduals(self.residuals)
-        self._loaded: State = {}
+        self.worker = Residuals()
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         return self.means({key: x})[key]
@@ -81,22 +78,15 @@ class SketchedMean:
 
     def _own_mean(self, parts: Sequence[Tensors]) -> tuple[Tensor, list[Sketch]]:
         """Return the mean of this rank's pieces, fused, and the sketches of all ranks' pieces."""
-        group, rank = self._pieces.begin(parts, self._loaded), self.comm.rank
-        nothing = fused(next(part for part in parts if part))[:0]
-        wanted = [fused(part) if part else nothing for part in parts]
-        for r, x in enumerate(wanted):
-            require_finite(x, "a gradient")
-            if (group, r) in self.residuals:
-                wanted[r] = x + self.residuals[group, r]
+        wanted = self.worker.added_to(parts)
         chosen = [self.choose(x) for x in wanted]
         sketches = [Sketch(place, num_cells(len(place), self.ratio)) for place in self._places(chosen)]
         sums = [sketch.of(x * mask) for sketch, x, mask in zip(sketches, wanted, chosen)]
         own = self.comm.reduce_scatter(torch.cat(sums), "mean", [len(x) for x in sums])
         if self.error_feedback:
-            for r, (sketch, x, mask) in enumerate(zip(sketches, wanted, chosen)):
-                if len(x):
-                    self.residuals[group, r] = x.masked_fill(mask & sketch.recovered, 0.0)
-        return sketches[rank].recover(own), sketches
+            sent = [mask & sketch.recovered for mask, sketch in zip(chosen, sketches)]
+            self.worker.keep(parts, [x.masked_fill(mask, 0.0) for x, mask in zip(wanted, sent)])
+        return sketches[self.comm.rank].recover(own), sketches
 
     def _places(self, chosen: list[Tensor]) -> list[Tensor]:
         """Return for each rank's pieces the elements that any rank has chosen."""
@@ -118,9 +108,9 @@ class SketchedMean:
 
     def state(self) -> State:
         """Return "residual" by key: what this rank has not sent, or what was not recovered."""
-        found = dict(self._loaded)
-        self._pieces.add_to(found)
-        return found
+        return self.worker.state()
 
     def load(self, state: State) -> None:
-        self._loaded = dict(state)
+        """Load a state, also of a `CompressedMean`: the error of a mean is then added to every rank's residual."""
+        for key, own in state.items():
+            self.worker.residuals[key] = torch.stack(list(own.values())).sum(0).flatten()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.compressed_mean import CompressedMean
-from minipar.extras.compress.piece_residuals import Group
 from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
 from minipar.support.errors import require_divides
 
@@ -33,7 +34,7 @@ class TwoLevelMean:
         self.node = comm.subgroup(range(node * node_size, (node + 1) * node_size), "node of compression")
         self.across = comm.subgroup(range(place, comm.size, node_size), "across nodes of compression")
         self.mean = CompressedMean(self.across, codec, error_feedback)
-        self._shapes: dict[Group, Tensors] = {}
+        self._shapes: dict[tuple[Any, ...], Tensors] = {}
         self._loaded: State = {}
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
@@ -84,7 +85,7 @@ class TwoLevelMean:
     def load(self, state: State) -> None:
         self._loaded = dict(state)
 
-    def _begin(self, group: Group, tensors: Tensors, like: Tensor) -> None:
+    def _begin(self, group: tuple[Any, ...], tensors: Tensors, like: Tensor) -> None:
         self._shapes[group] = {key: torch.empty_like(x, device="meta") for key, x in tensors.items()}
         states = {key: self._loaded.pop(key, {}) for key in group}
         own = {}

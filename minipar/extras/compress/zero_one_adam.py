@@ -49,7 +49,7 @@ class ZeroOneAdam(MomentumOptimizer):
     m is set to zero, as in 1-bit Adam.
     Sends 2(p-1)/p * 4 bytes per element in a variance step, 2(p-1)/p / 8 bytes and scales in an agreement, else nothing.
     State: 8 bytes per parameter, residuals of 4 + 4/p bytes, and 8 more bytes for u and w at the last agreement.
-    Raises ValueError for warmup, every or patience below 1, ArithmeticError for a gradient that is not finite.
+    Raises ValueError for every or patience below 1.
     Source: arXiv:2202.06009, algorithm 1, and DeepSpeed's ZeroOneAdam. The algorithm updates v last in a step; here, as
     in DeepSpeed, v is updated first, since it starts at 0. In the warm-up, DeepSpeed averages gradients, as signs between
     variance steps; here u is averaged as signs in every step, as in the algorithm. The paper's gaps of T_u double up to 16,
@@ -61,14 +61,11 @@ class ZeroOneAdam(MomentumOptimizer):
     HOLD = 4  # number of agreements before the gap grows
 
     def __init__(
-        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, every: int = 16, patience: int = 16,
-        lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        **options: Any,
+        self, params: ParamsT, comm: Comm | CommOf, warmup: int = 100, every: int = 16, patience: int = 16, **options: Any
     ):  # fmt: skip
-        require_positive(warmup=warmup, every=every, patience=patience)
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, comm, defaults, warmup, **{**options, "reduces_warmup": False})
-        self.every, self.patience = every, patience
+        require_positive(every=every, patience=patience)
+        super().__init__(params, comm, warmup, **options)
+        self.every, self.patience, self.reduces_warmup = every, patience, False
         self._local: dict[Tensor, _Local] = {}
 
     def _step(self, pairs: Pairs, grads: Tensors, warm: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from minipar.comm import Comm
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
-from minipar.mesh import Mesh, placement_of
+from minipar.mesh import Mesh, Placement, placement_of
 from minipar.runtime.launch import run
 from minipar.train.checkpoint.initial_weights import check_initial_weights, whole_model
 from minipar.train.data.text import Text, load_data
@@ -225,20 +225,29 @@ def tensor_row(
     config: TrainConfig, what: str, held_by_rank: list[Held], want: Tensors, limit: float | dict[str, float]
 ) -> Row:
     """Compare every rank's parts with those of one process's tensors. `limit` is one number, or one per tensor name."""
-    worst, count, where, equal = (-1.0, "", 0), 0, None, True
+    parts = []
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:
-            name = placement.tied_to or placement.name
-            whole = want[name]
-            part = placement.slice_of(whole)
-            apart = (got - part).abs().max().item() if got.numel() else 0.0
-            largest = whole.abs().max().item()
-            apart = relative(apart, largest)
-            equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
-            if (apart, name, rank) > worst:
-                worst, where = (apart, name, rank), placement
-            count += 1
-    return Row(what, count, *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
+            whole = want[placement.tied_to or placement.name]
+            parts.append((rank, placement, got, placement.slice_of(whole), whole.abs().max().item()))
+    return parts_row(config, what, parts, limit)
+
+
+def parts_row(
+    config: TrainConfig,
+    what: str,
+    parts: list[tuple[int, Placement, torch.Tensor, torch.Tensor, float]],
+    limit: float | dict[str, float],
+) -> Row:
+    """Compare parts of tensors: (rank, placement, the rank's part, the same part in one process, largest entry)."""
+    worst, where, equal = (-1.0, "", 0), None, True
+    for rank, placement, got, want, largest in parts:
+        name = placement.tied_to or placement.name
+        apart = relative((got - want).abs().max().item() if got.numel() else 0.0, largest)
+        equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
+        if (apart, name, rank) > worst:
+            worst, where = (apart, name, rank), placement
+    return Row(what, len(parts), *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
 
 
 def number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:

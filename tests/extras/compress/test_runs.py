@@ -29,7 +29,6 @@ OPTIONS = {
     "onebit-adam": dict(warmup=2),
     "zero-one-adam": dict(warmup=2, every=3),
     "onebit-lamb": dict(warmup=2),
-    "local-sgd": dict(every=3),
     "diloco": dict(every=3, warmup=1),
 }
 METHODS = {name: method for name, method in AVERAGINGS.usable().items() if isinstance(method, Method)}
@@ -209,7 +208,7 @@ LOSSY = [
     dict(compress=("onebit-adam", {"warmup": 1}), dp=2, model=EXPERTS),
     dict(compress=("zero-one-adam", {"warmup": 1, "every": 3}), dp=2, tp=2),
     dict(compress=("onebit-lamb", {"warmup": 1, "node_size": 2}), dp=4, optimizer="lamb", lr=0.05),
-    dict(compress=("local-sgd", {"every": 3, "warmup": 1}), dp=2, pp=2),
+    dict(compress=("diloco", {"every": 3, "warmup": 1}), dp=2, pp=2),
     dict(compress=("diloco", {"every": 3}), dp=2, tp=2, model=replace(EXPERTS, balance_bias=True)),
     dict(compress="int8", dp=3, batch_size=6, zero=2, model=replace(SMALL, tie_embeddings=True)),
     dict(compress=("sign", {"warmup": 1, "feedback": False}), dp=2, tp=2, zero=2),
@@ -371,11 +370,11 @@ REFUSED = [
     (dict(compress="int8", dtype="float16"), "never encodes nan or inf"),
     (dict(compress=("diloco", {"every": 3}), dtype="bfloat16"), "dtype=bfloat16 has masters; use float32"),
     (
-        dict(compress="local-sgd"),
+        dict(compress="diloco"),
         "steps=6 is no multiple of compress.every=10.*use one, or compress.every=2, 3 or 6",
     ),
     (dict(compress=("diloco", {"every": 3}), checkpoint_every=2), "checkpoint_every=2 is no multiple"),
-    (dict(compress=("local-sgd", {"every": 3}), cp=2), "cp=2 ranks compute one sample together"),
+    (dict(compress=("diloco", {"every": 3}), cp=2), "cp=2 ranks compute one sample together"),
     (dict(compress=("sign", {"node_size": 3}), dp=4), "compress.node_size=3 does not divide"),
     (dict(compress=("tagc", {"sketch": 1.5})), "compress.sketch=1.5 is no number of floats .* use 0 to 1"),
     (
@@ -407,7 +406,6 @@ def test_exact_steps_are_compared_and_no_others():
     assert exact_steps(config_of("onebit-adam", dp=2)) == 2
     assert exact_steps(config_of("zero-one-adam", dp=2)) == 0
     assert exact_steps(config_of("diloco")) == 1
-    assert exact_steps(config_of("local-sgd")) == 6
 
 
 def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch):

@@ -240,8 +240,8 @@ def test_a_run_whose_ranks_know_only_their_own_amax_diverges():
         ),
         (dict(products="fp8", schedule=("seq1f1b", {"slices": 2})), "and schedule=seq1f1b"),
         (
-            dict(products="nvfp4", dp=2, compress=("local-sgd", {"every": 2})),
-            "those of compress=local-sgd differ",
+            dict(products="nvfp4", dp=2, compress=("diloco", {"every": 2})),
+            "those of compress=diloco differ",
         ),
         (
             dict(products="mxfp4", tp=2, model=ModelConfig(dim=96, num_heads=4, max_seq_len=64)),

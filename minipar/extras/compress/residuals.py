@@ -1,0 +1,52 @@
+"""The residuals of tensors that ranks average together: what a rank has not sent of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar.extras.compress.codecs import require_finite
+from minipar.extras.compress.plain_mean import State, Tensors, cut, fused, widened
+
+
+class Residuals:
+    """Error feedback for tensors, by key: `residuals[key]` is what was not sent of the tensor, flat.
+
+    `parts` are the tensors in one part or, if each rank gets the mean of its own pieces only, the pieces for each rank. The
+    pieces of a tensor, in the order of ranks, are the whole tensor, so residuals do not depend on how tensors are cut.
+    """
+
+    def __init__(self) -> None:
+        self.residuals: dict[Any, Tensor] = {}
+
+    def added_to(self, parts: Sequence[Tensors]) -> list[Tensor]:
+        """Return for each part what is to be sent: its pieces plus their residuals, fused.
+
+        Raises ArithmeticError if a piece has nan or inf.
+        """
+        wanted: list[Tensor] = []
+        used: Counter[Any] = Counter()
+        nothing = fused(next(part for part in parts if part))[:0]
+        for part in parts:
+            xs = {key: widened(x).flatten() for key, x in part.items()}
+            for key in xs.keys() & self.residuals.keys():
+                start, used[key] = used[key], used[key] + len(xs[key])
+                xs[key] = xs[key] + self.residuals[key][start : used[key]]
+            wanted.append(fused(xs) if xs else nothing)
+            require_finite(wanted[-1], "a gradient")
+        return wanted
+
+    def keep(self, parts: Sequence[Tensors], left: Sequence[Tensor]) -> None:
+        """Keep for each part what was not sent of it; elements behind those of its pieces are padding."""
+        pieces: dict[Any, list[Tensor]] = {}
+        for part, own in zip(parts, left):
+            for key, x in cut(own, part).items():
+                pieces.setdefault(key, []).append(x.flatten())
+        self.residuals |= {key: torch.cat(own) for key, own in pieces.items()}
+
+    def state(self) -> State:
+        return {key: {"residual": x} for key, x in self.residuals.items()}
