@@ -65,7 +65,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
             batch: samples per step, over all GPUs.
             precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.
             explain: itemise one layout instead of searching, such as dp4-pp2-tp8-zero1-mb1-1f1b-full; a schedule may state
-                its chunks or slices: interleaved:4, seq1f1b:8. Only explain prices terapipe and all_gather.
+                its chunks or slices: interleaved:4, seq1f1b:8. Only explain prices all_gather.
             top: number of layouts to print.
             margin: GB of each GPU to leave free, for fragments and what no formula has; by default a sixteenth, 5 of 80.
             program: the training program to predict: minipar, or one with published runs (megatron-2021, deepspeed-2021,

@@ -40,11 +40,11 @@ def timeline_flags(argv: Sequence[str] | None) -> Parsed:
                 exact search (small sizes; needs OR-tools).
             stages: pipeline ranks; a schedule with several chunks per rank divides each rank's stage evenly among them.
             microbatches: microbatches per step.
-            chunks: chunks per rank, for breadth-first, interleaved and hanayo (2 if not given).
+            chunks: chunks per rank, for breadth-first and interleaved (2 if not given).
             costs: seconds of F (forward), I (input gradient) and W (weight gradient) of a rank's stage per microbatch.
             comm: latency of a message between ranks, in seconds.
             memory_limit: live activations that zb-auto and optimal may hold per rank (twice the stages if not given).
-            slices: number of slices into which each sample's tokens are divided, for terapipe and seq1f1b (2 if not given);
+            slices: number of slices into which each sample's tokens are divided, for seq1f1b (2 if not given);
                 a microbatch's costs are divided among them.
             measure: also run each schedule, on local ranks that sleep for each action's cost, and draw the measured times.
             draw: draw the pictures; otherwise only print the grids.

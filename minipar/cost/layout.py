@@ -350,8 +350,8 @@ def why_illegal(job: Job, layout: Layout) -> str | None:
     view = views_of(job)(vars(layout))
     if rule := broken(view, PLANNED):
         return say(rule.words, view)
-    cut = layout.slices > 1 and SCHEDULES[layout.schedule].sliced
-    why = sliced_forms_of(layout.schedule).why_illegal(job, layout) if cut else None
+    cuts = SCHEDULES[layout.schedule].sliced
+    why = sliced_forms_of(layout.schedule).why_illegal(job, layout) if cuts else None
     return why or why_not_priced(job, layout)
 
 
@@ -389,8 +389,6 @@ def why_not_priced(job: Job, layout: Layout) -> str | None:
         return f"recompute={a.recompute} is what another program has; use none, full or every:N"
     if choice.chunks is not None and a.chunks != choice.chunks:
         return f"schedule={a.schedule} has {choice.chunks} chunks a rank, not {a.chunks}"
-    if choice.sliced and a.slices < 2:
-        return f"schedule={a.schedule} needs slices of 2 or more"
     if a.slices > 1 and not choice.sliced:
         return f"slices={a.slices} needs a schedule of slices, not {a.schedule}"
     m = a.microbatches(job)

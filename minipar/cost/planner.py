@@ -25,7 +25,7 @@ from minipar.config.rules import expert_ranks
 from minipar.cost.doubt import SPREADS, WIDEST, comparison_doubt
 from minipar.cost.layout import Job, Layout, sliced_forms_of, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
-from minipar.cost.stages import chunk_choices, enough_microbatches, forms_of, least_idle, planned
+from minipar.cost.stages import chunk_choices, enough_microbatches, least_idle, planned
 from minipar.cost.timing import least_seconds, step_parts
 from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import divisors
@@ -188,7 +188,7 @@ class Cell(NamedTuple):
 
 def plan(job: Job, top: int = 10) -> Plan:
     """Search every legal layout of the job; keep the `top` fastest that fit."""
-    found = Plan(job, top, searched_schedules())
+    found = Plan(job, top, planned())
     for cell in sorted(_cells(job)):
         _search(job, cell, found)
     return found
@@ -239,11 +239,6 @@ def recomputations(job: Job) -> tuple[str, ...]:
     units = (f"every:{n}" for n in (2, 4, 8) if n <= job.shape.num_layers)
     dense = ("selective",) if job.implementation.attention == "dense" else ()
     return ("none", *dense, *job.implementation.partial, "full", *units)
-
-
-def searched_schedules() -> tuple[str, ...]:
-    """Return the schedules to search: those with closed forms whose `is_searched` is true."""
-    return tuple(name for name in planned() if forms_of(name).is_searched(name))
 
 
 class Order(NamedTuple):

@@ -24,9 +24,6 @@ class ClosedForms(Protocol):
     m       number of microbatches          slices  slices per sample; 1 if the schedule does not cut samples
     """
 
-    def is_searched(self, schedule: str) -> bool:
-        """Return whether the planner searches the schedule; if not, it can only explain layouts that name the schedule."""
-
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
         """Return the maximum number of activations that a rank holds, counting one per stage and microbatch (or slice)."""
 
@@ -76,9 +73,6 @@ class RankContents(NamedTuple):
 
 class OwnForms:
     """The formulas of the library's own schedules, which do not cut samples into slices."""
-
-    def is_searched(self, schedule: str) -> bool:
-        return True
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
         """Return the maximum number of live activations on rank r of p, with v chunks per rank, by schedule:

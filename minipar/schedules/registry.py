@@ -20,10 +20,9 @@ class ScheduleChoice(Choice):
     """A schedule that a run can choose.
 
     build         build(p, m), or build(p, m, v) if `chunks` is None, returns the Schedule; `takes` names build's other
-                  arguments, which have defaults
+                  arguments, which have defaults; one that takes `slices` cuts samples into slices
     chunks        stages per rank; None: any number, 2 if not given
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
-    sliced        samples are cut into slices
     pipeline      "module:name" of the `Pipeline` that runs it
     closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it has none
     instead       if the planner has no formulas: the reason, and the schedule to plan in its place
@@ -35,7 +34,6 @@ class ScheduleChoice(Choice):
         chunks: int | None = 1,
         *,
         v_shaped: bool = False,
-        sliced: bool = False,
         pipeline: str = "minipar.pipeline:Pipeline",
         takes: Sequence[str] = (),
         closed_forms: str = "",
@@ -44,8 +42,8 @@ class ScheduleChoice(Choice):
         options: type | None = None,
     ):
         super().__init__(pipeline, help, options)
-        self.build, self.chunks, self.v_shaped, self.sliced = build, chunks, v_shaped, sliced
-        self.takes = tuple(takes)
+        self.build, self.chunks, self.v_shaped = build, chunks, v_shaped
+        self.takes, self.sliced = tuple(takes), "slices" in takes
         self.closed_forms, self.instead = closed_forms, instead
 
     def priced_as(self, config: Any) -> str:

@@ -4,7 +4,7 @@ A package of minipar declares a `Kind` of choice, with its own choices. An extra
 choice by an entry point in the group "minipar.extras", named by the `Kind` and the choice:
 
     [project.entry-points."minipar.extras"]
-    "schedule.hanayo" = "minipar.extras.schedules.choices:HANAYO"
+    "schedule.v-min" = "minipar.extras.schedules.choices:V_MIN"
 
 Names are read from the installed packages' metadata, and an extra is imported only when its name is used, or, if it is
 of minipar itself, when `--help` says what it is for. If an extra's folder is removed, its names disappear and everything

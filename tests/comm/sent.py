@@ -175,17 +175,6 @@ def pairwise_all_to_all(case, rank, size):
     return [sizes[c] * _row(case) for c in _all_but(size, rank)]
 
 
-def bruck_all_to_all(case, rank, size):
-    """Distance by distance the blocks with that bit set, behind their lengths: 8 bytes each."""
-    sent = []
-    for distance in (1 << i for i in range((size - 1).bit_length())):
-        moving = [i for i in range(size) if i & distance]
-        origins = [(rank - i % distance) % size for i in moving]
-        rows = [case.send_sizes(size, o)[(o + i) % size] for o, i in zip(origins, moving)]
-        sent += [8 * len(moving) // case.dtype.itemsize, sum(rows) * _row(case)]
-    return sent
-
-
 def _levels(chunks: list[int], rank: int, size: int):
     """(place, ranks per node, elements of each place) and (node, nodes, elements of each node's chunk of this place)."""
     g = max(d for d in range(1, size + 1) if size % d == 0 and d * d <= size)
@@ -236,7 +225,6 @@ FORMULAS = {
     ("broadcast", "tree"): tree_broadcast,
     ("broadcast", "ring"): ring_broadcast,
     ("all_to_all", "pairwise"): pairwise_all_to_all,
-    ("all_to_all", "bruck"): bruck_all_to_all,
     **{(name, "native"): native for name in ("all_reduce", "reduce", "reduce_scatter", "all_gather")},
     **{(name, "native"): native for name in ("broadcast", "all_to_all")},
 }

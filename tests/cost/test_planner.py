@@ -22,7 +22,6 @@ from minipar.cost.planner import (
     Plan,
     _accumulates,
     plan,
-    searched_schedules,
     unusual,
 )
 from minipar.cost.reasons import no_fit, reasons
@@ -50,7 +49,7 @@ JOBS = [
 def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
     """Every layout that nothing stands against: those that fit, best first, and by how much the others do not."""
     sizes = [d for d in range(1, job.gpus + 1) if job.gpus % d == 0]
-    choices = {name: SCHEDULES[name] for name in searched_schedules()}
+    choices = {name: SCHEDULES[name] for name in planned()}
     orders = [
         (name, v, slices)
         for name, choice in choices.items()

@@ -36,7 +36,7 @@ from tests.pipeline.programs import (
     train_step,
 )
 from tests.pipeline.strategies import mutants, schedules
-from tests.schedules.families import CHOICES, WHOLE_SAMPLES
+from tests.schedules.families import WHOLE_SAMPLES
 from tests.strategies import assert_equal_to, seeds
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -44,7 +44,7 @@ exact_dtypes = st.sampled_from(list(LIMITS))
 
 
 @st.composite
-def cases(draw, drawn=schedules(tuple(CHOICES), max_ranks=4, max_microbatches=12)):  # noqa: B008
+def cases(draw, drawn=schedules(WHOLE_SAMPLES, max_ranks=4, max_microbatches=12)):  # noqa: B008
     """A schedule, a model with at least a layer a stage, layer costs that move the cuts, and a batch."""
     schedule = draw(drawn)
     num_layers = schedule.num_stages + draw(st.integers(0, 3))
@@ -74,7 +74,7 @@ def test_every_schedule_trains_bit_for_bit_as_accumulation_in_one_process(case, 
 
 @pytest.mark.slow
 @examples(60)
-@given(cases(schedules(tuple(CHOICES), max_ranks=8, max_microbatches=20)), exact_dtypes)
+@given(cases(schedules(WHOLE_SAMPLES, max_ranks=8, max_microbatches=20)), exact_dtypes)
 def test_every_schedule_trains_bit_for_bit_on_more_ranks(case, dtype):
     check_bitwise(case, dtype, world_size=8)
 
@@ -229,7 +229,7 @@ def test_a_planted_fault_changes_a_gradient(fault):
 
 
 @examples(150)
-@given(mutants(schedules(tuple(CHOICES), max_ranks=4, max_microbatches=6)))
+@given(mutants(schedules(WHOLE_SAMPLES, max_ranks=4, max_microbatches=6)))
 def test_a_changed_schedule_is_refused_or_trains_right(schedule):
     """In whatever order it runs the microbatches: so to rounding."""
     try:

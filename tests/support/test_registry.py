@@ -24,4 +24,4 @@ def test_these_tests_count_the_extras_of_minipar_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert "schedule.lifo" in entry_points(group=GROUP).names
     assert "lifo" not in SCHEDULES
-    assert "hanayo" in SCHEDULES
+    assert "v-min" in SCHEDULES

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from minipar.extras.schedules.building_block import v_half, v_min
+from minipar.extras.schedules.building_block import v_min
 from minipar.extras.schedules.offloaded import offloaded
 from minipar.extras.schedules.optimal import optimal
-from minipar.extras.schedules.sequence_slices import seq1f1b, terapipe
+from minipar.extras.schedules.sequence_slices import seq1f1b
 from minipar.extras.schedules.slicing import check_slices, slice_sizes
 from minipar.extras.schedules.two_directions import chimera, dualpipe
-from minipar.extras.schedules.waves import hanayo
 from minipar.schedules.costs import Costs
 from minipar.schedules.registry import ScheduleChoice
 from minipar.schedules.schedule import Schedule
@@ -32,17 +31,6 @@ class SliceOptions:
 
 class SlicedSchedule(ScheduleChoice):
     """A schedule that cuts samples into slices."""
-
-    def __init__(self, build: Any, whole: str, help: str):
-        self.whole = whole  # name of the same schedule for samples that are not cut
-        super().__init__(
-            build, sliced=True, takes=("slices", "sizes"), options=SliceOptions, help=help,
-            pipeline="minipar.extras.schedules.sliced_pipeline:SlicedPipeline",
-            closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
-        )  # fmt: skip
-
-    def priced_as(self, config: Any) -> str:
-        return self.whole if config.options["schedule"].slices == 1 else str(config.schedule)
 
     def arguments(self, config: Any) -> dict[str, Any]:
         check_slices(config)
@@ -93,11 +81,13 @@ class OffloadedSchedule(ScheduleChoice):
 
 
 NO_FORM = "has no closed form, and is not planned; use"
-TERAPIPE = SlicedSchedule(terapipe, "gpipe", "gpipe over slices of tokens")
-SEQ1F1B = SlicedSchedule(seq1f1b, "1f1b", "1f1b over slices of tokens")
-HANAYO = ScheduleChoice(hanayo, None, instead=f"{NO_FORM} interleaved", help="waves down and up the ranks")
-V_HALF = ScheduleChoice(
-    v_half, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with half of 1f1b's memory"
+SEQ1F1B = SlicedSchedule(
+    seq1f1b,
+    takes=("slices", "sizes"),
+    options=SliceOptions,
+    pipeline="minipar.extras.schedules.sliced_pipeline:SlicedPipeline",
+    closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
+    help="1f1b over slices of tokens",
 )
 V_MIN = ScheduleChoice(
     v_min, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with a third of 1f1b's memory"

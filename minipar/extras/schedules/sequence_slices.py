@@ -1,23 +1,23 @@
-"""TeraPipe and Seq1F1B: the tokens of a sample pass through the stages in slices, one after another.
+"""Seq1F1B: the tokens of a sample pass through the stages in slices, one after another.
 
 With causal attention, a slice needs no later tokens. So m microbatches of s slices are m * s units of work, and ranks idle
 as little as with m * s microbatches. A slice attends to the keys and values of the earlier slices, which each stage keeps.
 So a sample's slices run forward in ascending order, and backward in descending order.
+
+TeraPipe, which came first, is GPipe over slices: it idles as long, and keeps all m * s units alive.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, pairwise, product
 
 from minipar.schedules.one_f_one_b import alternate
 from minipar.schedules.schedule import Action, Schedule
 from minipar.support.errors import require_positive
 
-Cut = tuple[float, tuple[int, ...]]  # (seconds, number of tokens of each slice)
 SliceCost = Callable[[int, int], float]  # (tokens before the slice, its tokens) -> seconds
 
 
@@ -50,21 +50,7 @@ class SlicedSchedule(Schedule):
         return set(product(range(self.num_stages), range(self.num_microbatches * self.slices)))
 
     def label(self, microbatch: int) -> str:
-        if self.slices == 1:
-            return str(microbatch)
         return f"{microbatch // self.slices}.{microbatch % self.slices}"
-
-
-def terapipe(p: int, m: int, slices: int = 2, sizes: tuple[int, ...] | None = None) -> SlicedSchedule:
-    """Return GPipe over slices: all m * slices forwards, then all backwards, each sample's last slice first.
-
-    The bubble is (p-1)/(m * slices) of the ideal time for slices of equal cost. Every rank keeps m * slices units alive, as
-    many tokens as in GPipe. With one slice it is GPipe. Raises ValueError if p, m or slices is below 1.
-    Source: TeraPipe, arXiv:2102.07988, section 3.2.
-    """
-    require_positive(p=p, m=m, slices=slices)
-    actions = tuple(tuple(_forwards(rank, m, slices) + _backwards(rank, m, slices)) for rank in range(p))
-    return SlicedSchedule(actions, tuple(range(p)), m, "terapipe", slices, sizes)
 
 
 def seq1f1b(p: int, m: int, slices: int = 2, sizes: tuple[int, ...] | None = None) -> SlicedSchedule:
@@ -76,75 +62,54 @@ def seq1f1b(p: int, m: int, slices: int = 2, sizes: tuple[int, ...] | None = Non
     Source: Seq1F1B, arXiv:2406.03488, section 3.2.
     """
     require_positive(p=p, m=m, slices=slices)
+    numbers = [k * slices + n for k in range(m) for n in reversed(range(slices))]
     actions = (
-        alternate(p - 1 - rank + slices - 1, _forwards(rank, m, slices), _backwards(rank, m, slices))
+        alternate(
+            p - 1 - rank + slices - 1,
+            [Action("F", rank, unit) for unit in range(m * slices)],
+            [Action("B", rank, unit) for unit in numbers],
+        )
         for rank in range(p)
     )
     return SlicedSchedule(tuple(map(tuple, actions)), tuple(range(p)), m, "seq1f1b", slices, sizes)
 
 
-def _forwards(stage: int, m: int, slices: int) -> list[Action]:
-    return [Action("F", stage, unit) for unit in range(m * slices)]
-
-
-def _backwards(stage: int, m: int, slices: int) -> list[Action]:
-    return [Action("B", stage, k * slices + n) for k in range(m) for n in reversed(range(slices))]
-
-
-def slice_tokens(
-    seq_len: int, slices: int, cost: SliceCost, p: int = 2, m: int = 1, multiple: int = 1
-) -> tuple[int, ...]:
-    """Cut a sample so that m samples pass through p stages in the least time; return each slice's number of tokens.
-
-    minimises  m * (sum of the slices' costs) + (p-1) * (largest slice's cost)        by dynamic programming
+def slice_tokens(seq_len: int, slices: int, cost: SliceCost, multiple: int = 1) -> tuple[int, ...]:
+    """Cut a sample so that its most expensive slice costs the least; return each slice's number of tokens.
 
     cost      (tokens before the slice, its tokens) -> seconds on a stage. A later slice attends to more keys, so it takes
               longer than an earlier slice with as many tokens
     multiple  every slice except the last has a multiple of this many tokens
 
-    Tries several limits on the largest slice's cost, each in O(slices n^2) time with n = ceil(seq_len / multiple). It tries
-    only one limit if the sum is the same however the sample is cut, as when a token costs a constant plus one unit per key.
+    With p stages and m samples, a step takes m times the sum of the slices' costs, and p-1 times the largest. If a token
+    costs a constant plus one unit per key, the sum is the same however the sample is cut, so this cut is the fastest.
+    Tries several limits on the cost, each in O(slices n) time with n = ceil(seq_len / multiple): the last slice is as long
+    as the limit lets it be, then the one before it. A slice must cost at least as much as any part of it.
     Raises ValueError if a sample has fewer than `slices` multiples.
-    Source: TeraPipe, arXiv:2102.07988, section 3.3.
+    Source: TeraPipe, arXiv:2102.07988, section 3.3, which cuts by dynamic programming.
     """
-    require_positive(seq_len=seq_len, slices=slices, p=p, m=m, multiple=multiple)
+    require_positive(seq_len=seq_len, slices=slices, multiple=multiple)
     ends = [*range(0, seq_len, multiple), seq_len]
     if len(ends) <= slices:
         whole = f" in multiples of {multiple}" if multiple > 1 else ""
         raise ValueError(
             f"slices={slices} are more than seq_len={seq_len} has tokens{whole}; use {len(ends) - 1} or fewer"
         )
-    seconds = {(a, b): cost(a, b - a) for i, a in enumerate(ends) for b in ends[i + 1 :]}
-    least, _ = _cut(ends, slices, seconds, operator.add, math.inf)
-    smallest, _ = _cut(ends, slices, seconds, max, math.inf)
-    best: Cut = (math.inf, ())
-    for largest in sorted({took for took in seconds.values() if took >= smallest}):
-        if m * least + (p - 1) * largest >= best[0]:
-            break
-        total, sizes = _cut(ends, slices, seconds, operator.add, largest)
-        best = min(best, (m * total + (p - 1) * largest, sizes))
-    return best[1]
 
+    def cut(limit: float) -> list[int] | None:
+        """Return where slices begin, and the sample's end, if no slice costs more than `limit`; None if that cannot be."""
+        places = [len(ends) - 1]
+        for earlier in reversed(range(slices)):
+            end = places[0]
+            fits = (i for i in range(earlier, end) if cost(ends[i], ends[end] - ends[i]) <= limit)
+            start = next(fits, None)
+            if start is None:
+                return None
+            places.insert(0, start)
+        return None if places[0] else [ends[i] for i in places]
 
-def _cut(
-    ends: Sequence[int],
-    slices: int,
-    seconds: dict[tuple[int, int], float],
-    join: Callable[[float, float], float],
-    largest: float,
-) -> Cut:
-    """Return the cut of least total cost (join=add) or least maximum cost (join=max); no slice may cost over `largest`."""
-    best: dict[int, Cut] = {0: (0.0, ())}  # end of the last slice -> the best cut of the tokens before it
-    for left in reversed(range(slices)):
-        best = {
-            b: min(options)
-            for b in (ends if left else ends[-1:])
-            if (
-                options := [
-                    (join(so_far, seconds[a, b]), (*sizes, b - a))
-                    for a, (so_far, sizes) in best.items()
-                    if a < b and seconds[a, b] <= largest
-                ]
-            )
-        }
-    return best.get(ends[-1], (math.inf, ()))
+    limits = sorted({cost(a, b - a) for a, b in combinations(ends, 2)})
+    least = bisect_left(limits, True, key=lambda limit: cut(limit) is not None)
+    places = cut(limits[least])
+    assert places is not None, "the whole sample's cost is a limit that every cut keeps"
+    return tuple(b - a for a, b in pairwise(places))

@@ -12,12 +12,13 @@ whatever the attention):
 Later slices also attend to the keys and values of slice A. Once the backward of a later slice has run, the gradients of A's
 keys and values (2 h_kv/tp e t for its t tokens) are held until A's own backward.
 `sequence_slices.py` orders the slices, and `sliced_pipeline.py` keeps the keys and values. Imports no torch.
-Source: Seq1F1B, arXiv:2406.03488, section 3.2; TeraPipe, arXiv:2102.07988, section 3.2.
+Source: Seq1F1B, arXiv:2406.03488, section 3.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
@@ -32,19 +33,11 @@ SEARCHED_SLICES = (2, 4, 8, 16)
 
 
 class SlicedForms:
-    """The formulas of terapipe and seq1f1b: see `minipar.cost.layout.SlicedForms`."""
-
-    def is_searched(self, schedule: str) -> bool:
-        """Return False for terapipe, because seq1f1b idles for at most as long, and keeps fewer slices."""
-        return schedule != "terapipe"
+    """The formulas of seq1f1b: see `minipar.cost.layout.SlicedForms`."""
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the maximum number of live slices, by schedule:
-
-        terapipe    m s
-        seq1f1b     min(p - r + s - 1, m s)
-        """
-        return m * slices if schedule == "terapipe" else min(pp - rank + slices - 1, m * slices)
+        """Return the maximum number of live slices: min(p - r + s - 1, m s)."""
+        return min(pp - rank + slices - 1, m * slices)
 
     def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
         """Return (p-1) (F + I + W), with F, I and W the times of one slice."""
@@ -55,21 +48,18 @@ class SlicedForms:
         return (pp - 1) / (m * chunks * slices)
 
     def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return the number of messages, by schedule:
+        """Return the number of messages, 2 (p-1) (((m-1) s + 1)/p + 1) - 2.
 
-        terapipe    2 (p-1)
-        seq1f1b     2 (p-1) (((m-1) s + 1)/p + 1) - 2    a round trip after every p slices, except in the first sample
+        A rank waits for a round trip after every p slices, except in the first sample.
         """
-        if schedule == "terapipe":
-            return 2 * (pp - 1)
         return 2 * (pp - 1) * (((m - 1) * slices + 1) / pp + 1) - 2
 
     def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
         return True
 
     def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return m s for terapipe, s for seq1f1b."""
-        return m * slices if schedule == "terapipe" else slices
+        """Return s: a sample's last slice runs backward first."""
+        return slices
 
     def why_illegal(self, job: Job, layout: Layout) -> str | None:
         slices = layout.slices
@@ -78,7 +68,8 @@ class SlicedForms:
         return why_slices_illegal(slices, job.seq_len, layout.cp, _whole_tokens(job, layout.tp, slices))
 
     def slice_choices(self, job: Job, layout: Layout) -> tuple[int, ...]:
-        return _slice_choices(job, layout.cp, layout.tp)
+        layouts = [replace(layout, slices=s) for s in SEARCHED_SLICES]
+        return tuple(a.slices for a in layouts if self.why_illegal(job, a) is None)
 
     def largest_slice(self, job: Job, layout: Layout) -> int:
         return max(sizes_of(job, layout.tp, layout.slices))
@@ -90,7 +81,7 @@ class SlicedForms:
         a = layout
         of_layers = Layout(tp=a.tp, microbatch=a.microbatch, recompute=a.recompute, slices=a.slices)
         each, read, recomputed = _each_slice(job, of_layers, held.num_layers, held.num_moe)
-        order = a.schedule, held.rank, a.pp, a.microbatches(job)
+        order = held.rank, a.pp, a.microbatches(job)
         tokens = 0.0
         if held.last:
             sizes = sizes_of(job, a.tp, a.slices)
@@ -99,12 +90,6 @@ class SlicedForms:
 
 
 SLICED_FORMS = SlicedForms()
-
-
-@cache
-def _slice_choices(job: Job, cp: int, tp: int) -> tuple[int, ...]:
-    layouts = {s: Layout(cp=cp, tp=tp, slices=s) for s in SEARCHED_SLICES}
-    return tuple(s for s, layout in layouts.items() if SLICED_FORMS.why_illegal(job, layout) is None)
 
 
 def _whole_tokens(job: Job, tp: int, slices: int) -> int:
@@ -196,22 +181,20 @@ def slice_extra_bytes(
     return joined + (e * tokens * (before + tokens) if attention == "fused" else 0)
 
 
-def most_alive(
-    kept: Sequence[float], waiting: Sequence[float], schedule: str, rank: int, pp: int, m: int
-) -> float:
+def most_alive(kept: Sequence[float], waiting: Sequence[float], rank: int, pp: int, m: int) -> float:
     """Return the peak bytes of slices on a rank.
 
     kept[n]     bytes of slice n of a sample, held from its forward to its backward
     waiting[n]  bytes of the gradients that slice n gets from later slices, held from the sample's first backward to the
                 backward of slice n
 
-    terapipe runs all m s forwards first. seq1f1b holds p - r + s - 1 slices, at most m s. Of the oldest sample, the last
-    slices may already have run backward; of the newest, the last slices may not yet have run forward; the samples between
-    these two are held completely. The pattern repeats after every s backwards, until the forwards end.
+    A rank holds p - r + s - 1 slices, at most m s. Of the oldest sample, the last slices may already have run backward; of
+    the newest, the last slices may not yet have run forward; the samples between these two are held completely. The pattern
+    repeats after every s backwards, until the forwards end.
     """
     s = len(kept)
     units, begun, read = m * s, (0, *accumulate(kept)), (0, *accumulate(waiting))
-    first = SLICED_FORMS.live_chunks(schedule, rank, pp, m, 1, s)
+    first = SLICED_FORMS.live_chunks("seq1f1b", rank, pp, m, 1, s)
 
     def alive(forwards: int, backwards: int) -> float:
         (samples, ahead), (gone, back) = divmod(forwards, s), divmod(backwards, s)

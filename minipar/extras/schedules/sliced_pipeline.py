@@ -42,8 +42,6 @@ class SlicedPipeline(Pipeline):
 
     def _make_stage(self, *plain: Any) -> Stage:
         slices = self.schedule.slices
-        if slices == 1:
-            return Stage(*plain)
         if self.loss_fn is not None:
             raise ValueError(f"slices={slices} with a loss_fn: means do not add up; use loss_fn=None")
         return SlicedStage(slices, *plain)
@@ -52,8 +50,6 @@ class SlicedPipeline(Pipeline):
         """Cut dim 0 into microbatches, and dim 1 of each into slices; return the units in order."""
         slices = self.schedule.slices
         microbatches = super()._cut_tokens(name, x)[::slices]
-        if slices == 1:
-            return microbatches
         length = microbatches[0].shape[1]
         if length < slices:
             raise ValueError(

@@ -22,7 +22,7 @@ def check_slices(config: TrainConfig) -> None:
         slices, config.seq_len, config.cp, _whole_tokens_of(config), _parts_of(config)
     ):
         raise ValueError(why)
-    if slices > 1 and config.compile != "none":
+    if config.compile != "none":
         raise ValueError(
             f"schedule.slices={slices} changes what attention sees from slice to slice, and compile={config.compile} makes "
             "one graph of it; use compile=none"
@@ -32,13 +32,13 @@ def check_slices(config: TrainConfig) -> None:
 def why_slices_illegal(
     slices: int, seq_len: int, cp: int, whole_tokens: int, parts_of: str = ""
 ) -> str | None:
-    """Return why a sample cannot be cut into `slices` slices; None if it can be, or is not cut at all.
+    """Return why a sample cannot be cut into `slices` slices; None if it can be.
 
     whole_tokens  a sample may be cut only at multiples of this number of tokens
     parts_of      text that describes these multiples in the message
     """
-    if slices == 1:
-        return None
+    if slices < 2:
+        return f"schedule.slices={slices} cuts no sample; use 2 or more, or schedule=1f1b"
     if cp > 1:
         return (
             f"schedule.slices={slices}: a slice sees those before it on its own rank, and cp={cp} spreads a sample over "
@@ -51,11 +51,9 @@ def why_slices_illegal(
     return None
 
 
-def slice_sizes(config: TrainConfig) -> tuple[int, ...] | None:
-    """Return each slice's number of tokens, so that a step takes the least time; None if samples are not cut."""
+def slice_sizes(config: TrainConfig) -> tuple[int, ...]:
+    """Return each slice's number of tokens, so that a step takes the least time."""
     slices, model = config.options["schedule"].slices, config.model
-    if slices == 1:
-        return None
     attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
     if model.kv_latent_dim:
         attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
@@ -91,8 +89,6 @@ def equal_costs(seq_len: int, slices: int, dim: int, matrices: int, whole: int) 
     slices are shorter. However the sample is cut, the total cost is the same. So the best cut is the one whose most
     expensive slice is cheapest, for any number of stages and microbatches.
     """
-    if slices == 1:
-        return (seq_len,)
     multiple = whole * max(1, seq_len // (whole * max(MOST_PARTS, 4 * slices)))
 
     def cost(before: int, tokens: int) -> int:

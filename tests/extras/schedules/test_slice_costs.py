@@ -15,11 +15,11 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.models import ModelShape
-from minipar.cost.planner import plan, searched_schedules
+from minipar.cost.planner import plan
 from minipar.cost.reasons import reasons
 from minipar.cost.report import run_lines
-from minipar.cost.stages import forms_of, planned
 from minipar.cost.timing import least_seconds, step_parts, step_time
+from minipar.extras.schedules.sequence_slices import seq1f1b
 from minipar.extras.schedules.slice_costs import (
     SLICED_FORMS,
     key_value_bytes,
@@ -30,7 +30,6 @@ from minipar.extras.schedules.slice_costs import (
 from minipar.extras.schedules.sliced_pipeline import SlicedPipeline
 from minipar.extras.schedules.slicing import equal_costs, slice_cost, slice_sizes
 from minipar.model import Transformer
-from minipar.schedules.registry import SCHEDULES, make_schedule
 from minipar.support.live_bytes import LiveBytes
 from minipar.train.recompute import recompute
 from tests.cost.printed_commands import config_of
@@ -39,11 +38,7 @@ from tests.examples import examples
 from tests.pipeline.programs import make_batch, own_stages
 
 H100 = MACHINES["h100"]
-SLICED = [name for name, choice in SCHEDULES.usable().items() if choice.sliced]
-schedules = st.builds(
-    lambda name, *sizes: make_schedule(name, *sizes[:2], slices=sizes[2]), st.sampled_from(SLICED), st.integers(2, 5),
-    st.integers(1, 5), st.integers(2, 6),
-)  # fmt: skip
+schedules = st.builds(seq1f1b, st.integers(2, 5), st.integers(1, 5), st.integers(2, 6))
 
 
 @given(schedules, st.data())
@@ -58,7 +53,7 @@ def test_what_is_alive_is_counted_action_by_action(schedule, data):
             begun |= {sample} if op == "B" else set()
             most = max(most, sum(kept[n] + waiting[n] * (k in begun) for k, n in alive))
         p, m = schedule.num_ranks, schedule.num_microbatches
-        assert most_alive(kept, waiting, schedule.name, rank, p, m) == most
+        assert most_alive(kept, waiting, rank, p, m) == most
 
 
 def kept_bytes(world, config, schedule, sizes, batch, how) -> int:
@@ -96,16 +91,16 @@ SMALL = ModelConfig(dim=64, num_layers=6, num_heads=4, num_kv_heads=2, max_seq_l
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("schedule", "attention", "how", "off"),
+    ("attention", "how", "off"),
     [
-        ("seq1f1b", "flash", "none", 0),
-        ("terapipe", "fused", "none", 0),
-        ("seq1f1b", "plain", "none", 0),
-        ("seq1f1b", "flash", "full", 0.01),
-        ("terapipe", "flash", "every:2", 0.01),
+        ("flash", "none", 0),
+        ("fused", "none", 0),
+        ("plain", "none", 0),
+        ("flash", "full", 0.01),
+        ("flash", "every:2", 0.01),
     ],
 )
-def test_ranks_keep_the_bytes_of_slices_that_were_predicted(schedule, attention, how, off):
+def test_ranks_keep_the_bytes_of_slices_that_were_predicted(attention, how, off):
     """Exactly; what is computed again also keeps positions and samples' numbers. The last rank has logits besides."""
     config = replace(SMALL, attention=attention)
     m, s, b = 3, 3, 2
@@ -115,16 +110,16 @@ def test_ranks_keep_the_bytes_of_slices_that_were_predicted(schedule, attention,
     )
     sizes, layout = (
         sizes_of(job, 1, s),
-        Layout(pp=3, schedule=schedule, slices=s, microbatch=b, recompute=how),
+        Layout(pp=3, schedule="seq1f1b", slices=s, microbatch=b, recompute=how),
     )
-    program = config, make_schedule(schedule, 3, m, slices=s), sizes, make_batch(config, m * b), how
+    program = config, seq1f1b(3, m, s), sizes, make_batch(config, m * b), how
     counted = minipar.run(kept_bytes, *program, world_size=3)
     for rank in (0, 1):
         predicted = rank_memory(job, layout, rank)["activations"]
         assert predicted == pytest.approx(counted[rank], rel=off)
         # Planted faults: microbatches for slices; and slices that do not keep what later ones read.
         whole = rank_memory(job, replace(layout, schedule="1f1b", slices=1), rank)["activations"]
-        without = most_alive([n * whole / sum(sizes) for n in sizes], [0] * s, schedule, rank, 3, m)
+        without = most_alive([n * whole / sum(sizes) for n in sizes], [0] * s, rank, 3, m)
         assert min(abs(wrong / counted[rank] - 1) for wrong in (whole, without)) > 0.03
 
 
@@ -163,15 +158,13 @@ def span(schedule, cost) -> float:
 @examples(20)
 @given(schedules, st.sampled_from([0, 1, 10]))
 def test_ranks_are_idle_for_the_largest_slice(schedule, keys):
-    """Exactly in terapipe; seq1f1b loses a little more, as cuts at 64 places leave slices unequal."""
+    """And a little more, as cuts at 64 places leave slices unequal."""
     s, m, matrices = schedule.slices, schedule.num_microbatches, 10**6
     sizes = equal_costs(512, s, 1000 * keys, matrices, 1)
     costs = [slice_cost(sum(sizes[:n]), t, 1000 * keys, matrices) for n, t in enumerate(sizes)]
     seconds = span(schedule, lambda a: costs[a.microbatch % s] * (1 if a.op == "F" else 2))
     predicted = 3 * (m * sum(costs) + (schedule.num_ranks - 1) * max(costs))
-    assert (
-        predicted * (1 - 1e-9) <= seconds <= predicted * (1 + 1e-9 if schedule.name == "terapipe" else 1.07)
-    )
+    assert predicted * (1 - 1e-9) <= seconds <= predicted * 1.07
 
 
 @given(st.integers(0, 9), st.integers(1, 9))
@@ -213,12 +206,6 @@ def test_few_long_samples_are_cut_into_slices():
     assert "most of it the bubble" in whole.text
 
 
-def test_terapipe_is_priced_and_not_searched():
-    assert set(SLICED) == {"terapipe", "seq1f1b"} <= set(planned())
-    assert set(SLICED) & set(searched_schedules()) == {"seq1f1b"}
-    assert forms_of("terapipe") is forms_of("seq1f1b") is SLICED_FORMS
-
-
 def test_the_lower_bound_of_a_step_in_slices_is_one():
     job, layout = (
         Job(MODELS["mixtral-8x7b"], H100, 16, 4096, 64),
@@ -228,15 +215,8 @@ def test_the_lower_bound_of_a_step_in_slices_is_one():
     assert 0.3 < least_seconds(job, layout) * (1 + idle) / step_time(job, layout).total <= 1
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=4, dp=2, zero=1, schedule="seq1f1b", slices=8, recompute="full"),
-        Layout(pp=2, schedule="terapipe", slices=3),
-    ],
-    ids=lambda layout: layout.name,
-)
-def test_a_layouts_name_says_its_slices(layout):
+def test_a_layouts_name_says_its_slices():
+    layout = Layout(pp=4, dp=2, zero=1, schedule="seq1f1b", slices=8, recompute="full")
     assert parse_layout(layout.name) == layout
 
 
@@ -249,9 +229,9 @@ def test_no_slices_cannot_be_read():
     ("layout", "says"),
     [
         ("dp2-pp4-seq1f1b:4", None),
-        ("pp8-seq1f1b:1", "schedule=seq1f1b needs slices of 2 or more"),
+        ("pp8-seq1f1b:1", "schedule.slices=1 cuts no sample; use 2 or more, or schedule=1f1b"),
         ("dp8-seq1f1b:2", "schedule=seq1f1b needs pp of 2 or more"),
-        ("pp4-cp2-terapipe:2", "cp=2 spreads a sample over ranks; use one of the two"),
+        ("pp4-cp2-seq1f1b:2", "cp=2 spreads a sample over ranks; use one of the two"),
         ("pp2-tp4-seq1f1b:200", "schedule.slices=200 are more than the 128 parts of seq_len=512"),
     ],
 )
@@ -263,7 +243,7 @@ def test_what_stands_against_slices(layout, says):
 
 @pytest.mark.parametrize(
     ("model", "text"),
-    [("llama-7b", "dp2-pp4-seq1f1b:8-zero1"), ("mixtral-8x7b", "ep2-dp2-pp4-terapipe:4-zero1")],
+    [("llama-7b", "dp2-pp4-seq1f1b:8-zero1"), ("mixtral-8x7b", "ep2-dp2-pp4-seq1f1b:4-zero1")],
 )
 def test_the_printed_command_cuts_the_slices_of_the_layout(model, text):
     job, layout = Job(MODELS[model], H100, 8, 4096, 32), parse_layout(text)
@@ -277,13 +257,13 @@ def test_the_printed_command_cuts_the_slices_of_the_layout(model, text):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "slices", "mesh"),
+    ("slices", "mesh"),
     [
-        ("seq1f1b", 3, dict(pp=2, microbatches=2)),
-        ("terapipe", 4, dict(pp=2, tp=2, microbatches=2, sequence_parallel=True)),
-        ("seq1f1b", 2, dict(dp=2, pp=2, zero=2, microbatches=2, reduce_every="microbatch")),
+        (3, dict(pp=2, microbatches=2)),
+        (4, dict(pp=2, tp=2, microbatches=2, sequence_parallel=True)),
+        (2, dict(dp=2, pp=2, zero=2, microbatches=2, reduce_every="microbatch")),
     ],
 )
-def test_ranks_send_what_was_predicted_of_slices(name, slices, mesh):
-    config = replace(RUN, **mesh, bucket_mb=25).choosing(schedule=(name, {"slices": slices}))
+def test_ranks_send_what_was_predicted_of_slices(slices, mesh):
+    config = replace(RUN, **mesh, bucket_mb=25).choosing(schedule=("seq1f1b", {"slices": slices}))
     assert_sends_what_was_predicted(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from unittest import mock
 
@@ -14,24 +13,19 @@ from torch import nn
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.extras.schedules.sequence_slices import SlicedSchedule, seq1f1b, terapipe
+from minipar.extras.schedules.sequence_slices import SlicedSchedule, seq1f1b
 from minipar.extras.schedules.sliced_pipeline import (
     SequenceSlices,
     SlicedPipeline,
-    SlicedStage,
     _EarlierSlices,
 )
-from minipar.mesh import gather, placement_of
 from minipar.model import Transformer
 from minipar.model.attention import Attention, plain_attention
 from minipar.schedules.one_f_one_b import one_f_one_b
-from minipar.schedules.registry import make_schedule
 from minipar.schedules.schedule import Action
 from minipar.schedules.simulate import simulate
-from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
 from tests.pipeline.programs import (
-    accumulate,
     assert_same,
     check_emulated,
     make_batch,
@@ -42,7 +36,6 @@ from tests.pipeline.programs import (
     together,
     train_step,
 )
-from tests.schedules.families import SLICED
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -54,11 +47,10 @@ def sizes_of_slices(draw, slices: int, most: int = 3) -> tuple[int, ...]:
 @st.composite
 def sliced(draw, max_ranks: int = 3, max_microbatches: int = 3, max_slices: int = 4):
     """A schedule, the tokens of its slices, a model of as many tokens a sample, a batch, and what is recomputed."""
-    schedule = make_schedule(
-        draw(st.sampled_from(SLICED)),
+    schedule = seq1f1b(
         draw(st.integers(1, max_ranks)),
         draw(st.integers(1, max_microbatches)),
-        slices=draw(st.integers(2, max_slices)),
+        draw(st.integers(2, max_slices)),
     )
     sizes = draw(sizes_of_slices(schedule.slices))
     config = small_config(
@@ -104,12 +96,7 @@ def test_a_batch_in_slices_trains_as_one_process_on_more_ranks(case):
 CONFIG = small_config(2, max_seq_len=7, num_kv_heads=1, dropout=0.2, tie_embeddings=True)
 BATCH = make_batch(CONFIG, 4)
 SIZES = (3, 2, 2)
-CASES = [seq1f1b(2, 2, 3, SIZES), terapipe(2, 2, 3, SIZES)]
-named = pytest.mark.parametrize("schedule", CASES, ids=lambda s: s.name)
-
-
-def test_where_nothing_is_said_slices_are_as_equal_as_can_be():
-    check((seq1f1b(2, 2, 5), None, CONFIG, BATCH, False), world_size=2)
+SCHEDULE = seq1f1b(2, 2, 3, SIZES)
 
 
 def test_an_emulated_run_takes_slices_as_microbatches():
@@ -134,8 +121,8 @@ def test_positions_and_sample_ids_may_be_given():
     ids = torch.tensor([5, 2, 9, 0])
 
     def step(world):
-        stages = own_stages(Transformer(config, dtype=torch.float64), CASES[0], world.rank)
-        pipeline = SlicedPipeline(stages, world, CASES[0])
+        stages = own_stages(Transformer(config, dtype=torch.float64), SCHEDULE, world.rank)
+        pipeline = SlicedPipeline(stages, world, SCHEDULE)
         loss = pipeline.step(tokens, targets, per_sample={"sample_ids": ids, "positions": starts})
         return loss, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
@@ -176,14 +163,13 @@ def _looked_at(world, schedule):
     return seen[: 2 * units], sent, loss, kept_in_evaluation
 
 
-@named
-def test_what_is_kept_and_sent_is_what_the_schedule_says(schedule):
-    parts = minipar.run(_looked_at, schedule, world_size=2)
-    timeline = simulate(schedule)
+def test_what_is_kept_and_sent_is_what_the_schedule_says():
+    parts = minipar.run(_looked_at, SCHEDULE, world_size=2)
+    timeline = simulate(SCHEDULE)
     for rank, (seen, _, _, in_evaluation) in enumerate(parts):
         assert max(units for units, *_ in seen) == timeline.peak_live[rank]
         alive = []  # a unit's keys live from its F to its B, as its other activations do
-        for action in schedule.actions[rank]:
+        for action in SCHEDULE.actions[rank]:
             unit = action.microbatch
             alive = [*alive, unit] if action.op == "F" else [u for u in alive if u != unit]
             microbatches = {u // 3 for u in alive}
@@ -209,43 +195,12 @@ def _kept_by_each_forward(world):
         return result
 
     with mock.patch.object(_EarlierSlices, "extend", counting):
-        train_step(world, CONFIG, torch.float64, CASES[0], BATCH, checkpoint=True)
+        train_step(world, CONFIG, torch.float64, SCHEDULE, BATCH, checkpoint=True)
     return more
 
 
 def test_a_forward_that_is_recomputed_keeps_nothing_again():
     assert minipar.run(_kept_by_each_forward, world_size=2) == [[1] * 2 * 6] * 2
-
-
-def _over_tp(world, schedule, sequence_parallel: bool):
-    torch.set_num_threads(1)
-    comm, tp = (world.subgroup([r for r in range(4) if same(r)], name) for same, name in (
-        (lambda r: r % 2 == world.rank % 2, f"pp {world.rank % 2}"),
-        (lambda r: r // 2 == world.rank // 2, f"tp {world.rank // 2}"),
-    ))  # fmt: skip
-    stages = own_stages(Transformer(TP_CONFIG, dtype=torch.float64), schedule, comm.rank)
-    stages = [tensor_parallel(stage, tp, sequence_parallel) for stage in stages]
-    loss = SlicedPipeline(stages, comm, replace(schedule, sizes=(4, 2, 2))).step(*TP_BATCH)
-    return loss, [(placement_of(p), p.grad) for stage in stages for p in stage.parameters()]
-
-
-TP_CONFIG = small_config(2, max_seq_len=8, num_kv_heads=2, dropout=0.2)
-TP_BATCH = make_batch(TP_CONFIG, 4)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_under_tensor_parallelism_each_rank_keeps_its_heads(sequence_parallel):
-    parts = minipar.run(_over_tp, CASES[0], sequence_parallel, world_size=4)
-    model = Transformer(TP_CONFIG, dtype=torch.float64)
-    want_loss = accumulate(model, *TP_BATCH, 2)
-    for loss in (loss for loss, _ in parts if loss is not None):
-        assert_equal_to(loss, want_loss)
-    held = defaultdict(list)
-    for _, gradients in parts:
-        for placement, grad in gradients:
-            held[placement.name].append((placement, grad))
-    for name, p in model.named_parameters():
-        assert_equal_to(gather(held[name]), p.grad, what=name)
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -301,7 +256,7 @@ def _with_fault(world, fault, *program, **options):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_changes_a_gradient(fault):
-    program = (CONFIG, torch.float64, CASES[0], BATCH)
+    program = (CONFIG, torch.float64, SCHEDULE, BATCH)
     parts = minipar.run(
         lambda world: _with_fault(world, FAULTS[fault], *program),
         world_size=2,
@@ -365,17 +320,6 @@ def test_what_cannot_be_cut_is_one_clear_line(fn, message):
     (said,) = refusal(fn)
     assert message in said
     assert "\n" not in said
-
-
-def test_without_gradients_a_samples_last_slice_ends_what_is_kept_of_it():
-    stage = SlicedStage(3, Transformer(small_config(1), 1), 0, 6, frozenset())
-    stage.begin()
-    released = []
-    stage._slices.release = released.append
-    with torch.no_grad():
-        for unit, so_far in enumerate(([], [], [0], [0], [0], [0, 3])):
-            stage.forward(unit, torch.zeros(1, 1, dtype=torch.int64), {})
-            assert released == so_far
 
 
 def test_the_plain_pipeline_does_not_run_slices():

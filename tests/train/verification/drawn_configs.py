@@ -254,7 +254,7 @@ def _draw_schedule(rng: Random, schedule: str) -> dict:
     """Draw the options of a schedule that has some."""
     if schedule == "offloaded":
         return {"of": rng.choice(["1f1b", "gpipe", "interleaved"]), "limit": rng.choice([1, 2])}
-    return {"slices": rng.choice([1, 2, 2, 3, 4])} if schedule in SLICED else {}
+    return {"slices": rng.choice([2, 2, 3, 4])} if schedule in SLICED else {}
 
 
 def _draw_data(rng: Random, files: Files) -> dict[str, Path]:

@@ -58,9 +58,7 @@ def configs(draw) -> TrainConfig:
         tp_chunked=draw(st.booleans()),
         dispatch=draw(st.sampled_from(DISPATCHES)),
         algorithm=draw(
-            st.sampled_from(
-                ["auto", "ring", "halving_doubling", "double_tree", "hierarchical", "bruck", "native"]
-            )
+            st.sampled_from(["auto", "ring", "halving_doubling", "double_tree", "hierarchical", "native"])
         ),
         optimizer=draw(st.sampled_from(["adamw", "lamb", "muon"])),
         reduce_every=draw(st.sampled_from(["step", "microbatch"])),
