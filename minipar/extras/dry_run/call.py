@@ -1,4 +1,4 @@
-"""One collective call, with the arguments of all its ranks, which can be run apart from the rest of the program."""
+"""One collective call, with the arguments of all its ranks: to compare it between ranks, and to check it by itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.ring import gathered_sizes
+from minipar.extras.dry_run.programs import DryPrograms, run_ranks
 from minipar.extras.dry_run.record import Refused
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.support.chunks import check_sizes
+
+MOST_MESSAGES = 20_000
 
 
 class Call(NamedTuple):
@@ -20,6 +23,7 @@ class Call(NamedTuple):
     size     number of ranks
     default  the algorithm that "auto" stands for, or None
     shape    the tensor's shape, without the first dim for an all-gather with given sizes: `sizes` has it
+    given    the reduction and the root, by name
     """
 
     kind: str
@@ -28,34 +32,37 @@ class Call(NamedTuple):
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    op: str | None
-    root: int | None
-    sizes: tuple[int, ...] | None
+    given: tuple[tuple[str, Any], ...]
+    sizes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        op = f" {self.op}" if self.op else ""
+        op = "".join(f" {value}" for name, value in self.given if name == "op")
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind}{op} of {list(self.shape)} {dtype} over {self.size} ranks"
 
     def run(self, comm: Comm, tensors: DryTensors) -> None:
         """Call this collective as a rank of `comm`."""
-        shape = self.shape
-        given: dict[str, Any] = {}
-        if self.op is not None:
-            given["op"] = self.op
-        if self.root is not None:
-            given["root"] = self.root
+        given, shape, sizes = dict(self.given), self.shape, self.sizes
         if self.kind == "all_to_all":
-            assert self.sizes is not None
-            given |= {"send_sizes": self.sizes, "recv_sizes": [self.sizes[comm.rank]] * comm.size}
-        elif self.sizes is not None:
-            given["sizes"] = self.sizes
-            shape = (self.sizes[comm.rank], *shape) if self.kind == "all_gather" else shape
+            assert sizes is not None
+            given |= {"send_sizes": sizes, "recv_sizes": [sizes[comm.rank]] * comm.size}
+        elif sizes is not None:
+            given["sizes"] = sizes
+            shape = (sizes[comm.rank], *shape) if self.kind == "all_gather" else shape
         x = torch.empty(shape, dtype=self.dtype)
         if not x.is_meta:
             tensors.forget_contents(x)
-        comm = comm.using(self.default) if self.default else comm
-        comm._collective(self.kind, self.algorithm, False, x, **given)
+        comm.using(self.default or "auto")._collective(self.kind, self.algorithm, False, x, **given)
+
+    def on_fewer(self) -> Call:
+        """Return the same collective on 32 ranks if its size is a power of two, which some algorithms need, else on 24."""
+        p = self.size
+        fewer = 32 if p & (p - 1) == 0 else 24
+        sizes, shape = self.sizes and tuple(self.sizes[i * p // fewer] for i in range(fewer)), self.shape
+        if sizes is not None and self.kind != "all_gather":
+            shape = sum(sizes), *shape[1:]
+        given = tuple((name, value * fewer // p if name == "root" else value) for name, value in self.given)
+        return self._replace(size=fewer, sizes=sizes, shape=shape, given=given)
 
 
 def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, Any]) -> Call:
@@ -71,14 +78,27 @@ def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, A
                 f"an all-to-all on comm {comm.name!r} sends {list(sizes)} rows and receives {list(back)}: its ranks send "
                 "different numbers of rows, and are not of one kind; run every rank"
             )
-    return Call(
-        kind,
-        algorithm,
-        comm.default_algorithm,
-        comm.size,
-        shape,
-        x.dtype,
-        given.get("op"),
-        given.get("root"),
-        None if sizes is None else tuple(int(s) for s in sizes),
-    )
+    named = tuple((name, given[name]) for name in ("op", "root") if name in given)
+    sizes = None if sizes is None else tuple(map(int, sizes))
+    return Call(kind, algorithm, comm.default_algorithm, comm.size, shape, x.dtype, named, sizes)
+
+
+class Proven(NamedTuple):
+    """The result of checking a collective: its faults, and the messages and bytes that all its ranks send together.
+
+    whole  whether all its ranks were run, not a smaller group
+    """
+
+    faults: list[str]
+    messages: int
+    sent_bytes: int
+    whole: bool
+
+
+def prove(call: Call, each: int) -> Proven:
+    """Run a collective on all its ranks; on fewer if these, with `each` messages, send more than MOST_MESSAGES."""
+    whole = call.size * each <= MOST_MESSAGES or call.size <= 32
+    run = call if whole else call.on_fewer()
+    done: DryPrograms[None] = run_ranks(run.size, run.run)
+    sent = [message.num_bytes for program in done.programs for message in program.messages()]
+    return Proven(done.faults, len(sent), sum(sent), whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import ChannelId, Message
@@ -13,6 +13,10 @@ from minipar.comm.transport.messages import ChannelId, Message
 
 class Refused(ValueError):
     """A dry run cannot follow the program: it reads tensor values that only a real run has, or sends unseen messages."""
+
+
+class Unknown(Refused):
+    """The program reads a tensor without values."""
 
 
 class Make(NamedTuple):
@@ -32,7 +36,7 @@ class Post(NamedTuple):
     receive: Message | None
 
     def __str__(self) -> str:
-        return " and ".join(str(message) for message in (self.send, self.receive) if message is not None)
+        return " and ".join(str(message) for message in self[1:] if message is not None)
 
 
 class Completed(NamedTuple):
@@ -71,24 +75,26 @@ class Recorded:
 
     signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
     shape      the shape of the tensor
+    call       in a dry run by kind, the collective with all its arguments (`call.py`)
+    sent       its messages and their bytes, if they are no longer among the steps
     """
 
     channel: ChannelId
     steps: list[Step] = field(default_factory=list)
     signature: str = ""
     shape: tuple[int, ...] | None = None
+    call: Any = None
+    sent: tuple[int, int] = 0, 0
 
     @property
     def words(self) -> str:
-        """The description on which all members of the channel must agree; "" for a point-to-point message."""
-        return in_words(self.signature, self.shape)
+        """The description on which all members of the channel must agree; "" for a point-to-point message.
 
-
-def in_words(signature: str, shape: tuple[int, ...] | None) -> str:
-    """Describe a collective: "all_reduce sum of [8]", or without the shape if ranks may have different shapes."""
-    if shape is None or signature.split(" ")[0] not in OF_ONE_SHAPE:
-        return signature
-    return f"{signature} of {list(shape)}"
+        It has the shape, as in "all_reduce sum of [8]", unless ranks may have different ones.
+        """
+        if self.shape is None or self.signature.split(" ")[0] not in OF_ONE_SHAPE:
+            return self.signature
+        return f"{self.signature} of {list(self.shape)}"
 
 
 @dataclass
@@ -113,20 +119,18 @@ class Program:
     def messages(self) -> Iterator[Message]:
         """Yield the messages that this rank sends, in the order in which it posts them."""
         posts = (step for step in self.steps() if isinstance(step, Post))
-        for post in sorted(posts, key=lambda post: post.number):
-            if post.send is not None:
-                yield post.send
+        return (post.send for post in sorted(posts, key=lambda post: post.number) if post.send is not None)
 
 
 def difference(first: Program, other: Program) -> str:
     """Describe the first difference of two records; "" if only their ranks differ."""
-    for number, (a, b) in enumerate(zip_longest(first.operations, other.operations), start=1):
-        if _called(a) != _called(b):
-            return f"operation {number} is {_called(a)} on one and {_called(b)} on the other"
     pairs = [(first.main, other.main)]
-    pairs += [(a.steps, b.steps) for a, b in zip(first.operations, other.operations)]
-    for steps in pairs:
-        for number, (one, two) in enumerate(zip_longest(*steps, fillvalue="do nothing"), start=1):
+    for number, (a, b) in enumerate(zip_longest(first.operations, other.operations), start=1):
+        if _called(a) != _called(b) or (a and b and a.call != b.call):
+            return f"operation {number} is {_called(a)} on one and {_called(b)} on the other"
+        pairs.append((a.steps, b.steps))
+    for ones, twos in pairs:
+        for number, (one, two) in enumerate(zip_longest(ones, twos, fillvalue="do nothing"), start=1):
             # Compare the types, too: as tuples, a Start and a Finished with the same number are equal.
             if type(one) is not type(two) or one != two:
                 return f"step {number} is to {one} on one and to {two} on the other"
@@ -134,4 +138,6 @@ def difference(first: Program, other: Program) -> str:
 
 
 def _called(operation: Recorded | None) -> str:
-    return "nothing" if operation is None else f"{operation.words or 'a message'} on {operation.channel}"
+    if operation is None:
+        return "nothing"
+    return f"{operation.call or operation.words or 'a message'} on {operation.channel}"

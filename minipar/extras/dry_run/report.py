@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from minipar.extras.dry_run.run import DryRank, DryRun
 
@@ -116,7 +116,7 @@ def _by_symmetry(result: DryRun) -> str:
         return ""
     firsts, lasts = sorted(of.kinds), sorted(of.checked.values())
     others = result.config.world_size - len(firsts) - len(lasts)
-    how = Counter(found.how for found in of.collectives.values())
+    whole = sum(found.whole for found in of.collectives.values())
     said = [
         f"Of {len(firsts)} kinds of ranks the first was computed ({_ranges(firsts)}), and the last compared with it, "
         f"message by message ({_ranges(lasts)})."
@@ -127,8 +127,8 @@ def _by_symmetry(result: DryRun) -> str:
         "collective in which ranks differ, about a bucket."
         if others
         else "",
-        f"Of {len(of.collectives)} distinct collectives {how['whole']} were run by all ranks of a group, {how['alike']} by "
-        f"three ranks that do the same, and {how['smaller']} by a smaller group than theirs.",
+        f"Of {len(of.collectives)} distinct collectives {whole} were run by all ranks of a group, and "
+        f"{len(of.collectives) - whole} by a smaller group than theirs.",
     ]
     return textwrap.fill(" ".join(filter(None, said)), WIDTH)
 
@@ -151,9 +151,6 @@ def _ranges(numbers: list[int]) -> str:
 def _bytes(number: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(number) >= factor:
-            return (
-                f"{number / factor:.3g} {unit}"
-                if number / factor < 1000
-                else f"{number / factor:,.0f} {unit}"
-            )
+            scaled = number / factor
+            return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:,.0f} {unit}"
     return f"{number:.0f} B"

@@ -10,8 +10,7 @@ A rank's program is recorded as steps (`record.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minipar.comm.transport.messages import Channel, ChannelId, Message
-from minipar.comm.transport.stream import OnWait, Operation, Stream
+from minipar.comm.transport.stream import OnWait, Operation
 from minipar.comm.transport.traffic import Traffic
 from minipar.comm.transport.transport import Transport
 from minipar.extras.dry_run.record import (
@@ -33,6 +32,7 @@ from minipar.extras.dry_run.record import (
     Start,
     Step,
 )
+from minipar.extras.dry_run.tensors import DryTensors
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]
@@ -42,35 +42,29 @@ class Contents:
     """The messages that the ranks have sent: key -> the tensor, or None if it has no values.
 
     wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
+    ranks       the ranks that are run; a message from any other one has no values
+    kinds       the `Kinds` of the ranks, if only some of each kind are run; else None
     """
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], None]):
-        self.wait_until = wait_until
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], None], ranks: Container[int], kinds: Any):
+        self.wait_until, self.ranks, self.kinds = wait_until, ranks, kinds
         self.sent: dict[Key, Tensor | None] = {}
 
-    def take(self, key: Key) -> Tensor | None:
+    def take(self, message: Message, rank: int) -> Tensor | None:
+        """Return what `rank` receives by this message, once it has been sent."""
+        if message.peer not in self.ranks:
+            return None
+        key = message.channel, message.lane, message.peer, rank, message.number
         self.wait_until(lambda: key in self.sent)
         return self.sent.pop(key)
 
 
 class RecordedTransport(Transport):
-    """The transport of one rank of a dry run. Its program grows as the rank runs.
+    """The transport of one rank of a dry run. Its program grows as the rank runs."""
 
-    has_contents  returns whether a tensor has values
-    on_unknown    called with a tensor into which a message without values was received
-    """
-
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        rank: int,
-        contents: Contents,
-        has_contents: Callable[[Tensor], bool],
-        on_unknown: Callable[[Tensor], None],
-    ):
-        super().__init__(None, ranks, rank, torch.device("cpu"), timeout_s=60.0)
-        self.program = Program(rank)
-        self.contents, self.has_contents, self.on_unknown = contents, has_contents, on_unknown
+    def __init__(self, ranks: tuple[int, ...], program: Program, contents: Contents, tensors: DryTensors):
+        super().__init__(None, ranks, program.rank, torch.device("cpu"), timeout_s=60.0)
+        self.program, self.contents, self.tensors = program, contents, tensors
         self.running: list[Recorded] = []
         self.recording = True
         self._thread = threading.get_ident()
@@ -78,12 +72,9 @@ class RecordedTransport(Transport):
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         key = ChannelId(name, ranks)
         if key not in self.channels:
-            self.channels[key] = RecordedChannel(self, key)
+            self.channels[key] = RecordedChannel(key, ranks, 0, RecordedStream(self, key), self.device)
             self.record(Make(key))
         return self.channels[key]
-
-    def make_stream(self, key: ChannelId) -> Stream:
-        return RecordedStream(self, key)
 
     def post(
         self, channel: Channel, kind: str, x: Tensor | None, to: int | None, out: Tensor | None, source: int | None,
@@ -93,20 +84,18 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            value = None
-            if self.has_contents(x):
+            if send.peer in self.contents.ranks:
+                key = send.channel, send.lane, self.rank, send.peer, send.number
                 # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
                 with _disable_current_modes():
-                    value = x.detach().clone()
-            self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
+                    self.contents.sent[key] = x.detach().clone() if self.tensors.has_contents(x) else None
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
-        number = -1
+        number = self.program.num_posts
         if send or receive:
-            number = self.program.num_posts
             self.program.num_posts += 1
             self.record(Post(number, send, receive))
-        return RecordedMessages(self, number, receive, out)
+        return RecordedMessages(self, number if send or receive else None, receive, out)
 
     def process_group(self, key: ChannelId) -> Any:
         raise Refused(
@@ -123,30 +112,28 @@ class RecordedTransport(Transport):
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Wait until the sender has posted a message, and copy its contents into `out`."""
-        key = message.channel, message.lane, message.peer, self.program.rank, message.number
-        value = self.contents.take(key)
+        value = self.contents.take(message, self.rank)
         if value is None:
-            self.on_unknown(out)
+            self.tensors.forget_contents(out)
         elif value.nbytes == out.nbytes:
-            out.copy_(
-                value.view(out.shape) if value.dtype == out.dtype else value.view(out.dtype).view(out.shape)
-            )
+            out.copy_(value.view(out.dtype).view(out.shape))
 
 
 class RecordedMessages:
     """Posted messages of a dry run. It keeps no reference to the tensor that is sent."""
 
-    def __init__(self, transport: RecordedTransport, post: int, receive: Message | None, out: Tensor | None):
+    def __init__(
+        self, transport: RecordedTransport, post: int | None, receive: Message | None, out: Tensor | None
+    ):
         self._transport, self._post, self._receive, self._out = transport, post, receive, out
 
     def wait(self) -> Tensor | None:
-        out, self._out = self._out, None
-        if self._post >= 0:
-            self._transport.record(Completed(self._post))
-            self._post = -1
-        if self._receive is not None and out is not None and not out.is_meta:
-            self._transport.receive_contents(self._receive, out)
-        self._receive = None
+        post, receive, out = self._post, self._receive, self._out
+        self._post = self._receive = self._out = None
+        if post is not None:
+            self._transport.record(Completed(post))
+        if receive is not None and out is not None and not out.is_meta:
+            self._transport.receive_contents(receive, out)
         return out
 
 
@@ -171,19 +158,13 @@ class RecordedStream:
         number = len(program.operations)
         of.record(Start(number))
         program.operations.append(Recorded(self._key))
-        with self._running(program.operations[-1]):
-            result = operation()
-        return RecordedHandle(of, number, result)
-
-    @contextmanager
-    def _running(self, operation: Recorded) -> Iterator[None]:
-        self._transport.running.append(operation)
         self._depth += 1
+        of.running.append(program.operations[-1])
         try:
-            yield
+            return RecordedHandle(of, number, operation())
         finally:
+            of.running.pop()
             self._depth -= 1
-            self._transport.running.pop()
 
     def lane(self) -> str:
         return "main"
@@ -204,22 +185,7 @@ class RecordedHandle:
 
 
 class RecordedChannel(Channel):
-    """A channel that records each collective that begins on it. Its scratch buffers for floats are on the meta device."""
-
-    def __init__(self, transport: RecordedTransport, key: ChannelId):
-        self._transport = transport
-        super().__init__(key, key.ranks, 0, transport.make_stream(key), transport.device)
-
-    @property
-    def num_collectives(self) -> int:
-        return self._num_collectives
-
-    @num_collectives.setter
-    def num_collectives(self, number: int) -> None:
-        self._num_collectives = number
-        if number:  # `signature` and `shape` are set before the number
-            operation = self._transport.running[-1]
-            operation.signature, operation.shape = self.signature, self.shape and tuple(self.shape)
+    """A channel whose scratch buffers for floats are on the meta device."""
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
         if not dtype.is_floating_point:
