@@ -56,7 +56,9 @@ class PointToPoint:
         self._of = ""  # what the next collective sends, if its caller says
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("a Comm cannot be deep-copied, nor a model that has one: copy a model before it is split")
+        raise TypeError(
+            "a Comm cannot be deep-copied, nor a model that has one: copy a model before it is split"
+        )
 
     @property
     def trace(self) -> Trace | None:
