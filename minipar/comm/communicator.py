@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 
 from minipar.comm import hierarchical
 from minipar.comm.barrier import dissemination_barrier
@@ -168,6 +169,7 @@ class Comm(PointToPoint):
         """Return once every rank has called this: ceil(log2 p) steps of one byte (the dissemination barrier)."""
         self.custom("barrier", partial(dissemination_barrier, self))
 
+    @_disable_dynamo  # torch.compile of a model that communicates breaks its graphs here
     def _collective(self, kind: str, algorithm: str, async_op: bool, x: Tensor, **kwargs: Any) -> Any:
         if x.dim() == 0 and kind in ("reduce_scatter", "all_gather", "all_to_all"):
             raise ValueError(f"{kind} acts on dim 0, and x has none: use x.view(1)")

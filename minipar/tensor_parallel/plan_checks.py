@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -160,6 +161,7 @@ class FirstCall:
         self.comm, self.columns, self.rows, self.divided = comm, columns, rows, divided
         self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
+    @_disable_dynamo  # it is called once: of torch.compile(model), too, as it stands
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tree_leaves((args, kwargs))
         if not all(isinstance(x, PLAIN) for x in leaves):

@@ -97,6 +97,17 @@ def test_parameters_of_heads_and_an_early_optimizer_train_as_in_one_process(tp):
             assert_equal_to(state[name], value, floor=1e-12, what=name)
 
 
+def _compiled(world):
+    model = tensor_parallel(Model(), world, plan=PLAN)
+    losses = [step(m, tokens_of(1)) for m in (torch.compile(model, backend="eager"), model)]
+    return losses, step(Model(), tokens_of(1))
+
+
+def test_a_split_model_may_be_compiled():
+    for losses, want in minipar.run(_compiled, world_size=2):
+        assert losses == pytest.approx([want] * 2, rel=1e-12)
+
+
 def without(*patterns, **other):
     return {**{pattern: cut for pattern, cut in PLAN.items() if pattern not in patterns}, **other}
 
