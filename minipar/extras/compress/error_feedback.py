@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from minipar.extras.compress.codecs import Codec, require_finite
@@ -17,7 +19,7 @@ class ErrorFeedback:
 
     def __init__(self, codec: Codec, enabled: bool = True):
         self.codec, self.enabled = codec, enabled
-        self.residuals: dict[object, Tensor] = {}
+        self.residuals: dict[Any, Tensor] = {}
 
     def encode(self, key: object, x: Tensor, held: int | None = None) -> Tensor:
         """Encode x [n], in float32, plus the residual of this key, and keep the error as the new residual.

@@ -24,6 +24,7 @@ from minipar.mesh import Mesh, placement_of
 from minipar.model import block, moe
 from minipar.model.counter_dropout import dropout
 from minipar.model.groups import RoutingGroups
+from minipar.model.permute import RowPerChoice
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
 from minipar.tensor_parallel import column, parallel_linear, sequence
@@ -230,7 +231,7 @@ def earlier_slices_get_no_gradient(world: Comm, change: Change) -> None:
 
 def one_weight_per_rank(world: Comm, change: Change) -> None:
     """A token's two weights are scattered by rank: of two experts on one rank, only the last one's weight is left."""
-    right = moe.RowPerChoice
+    right = RowPerChoice
 
     def last_one_counts(x: Tensor, weight: Tensor, plan: Any, dispatch: Any) -> Any:
         expert = torch.bucketize(plan.row, plan.counts.cumsum(0), right=True)
