@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from minipar.train.verification.rounded_reference import (
 )
 from minipar.train.verification.verify import (
     UPDATE_TOLERANCE,
+    Compared,
     Observed,
     Row,
     number_row,
@@ -54,26 +55,6 @@ from minipar.train.verification.verify import (
 
 Part = tuple[int, Placement, Tensor]  # of a tensor on a rank
 Message = list[Average]  # one averaging call, as recorded by each rank of a Comm, in rank order
-
-
-class Compared(NamedTuple):
-    """A part of a tensor on a rank of the mesh, and the same part in one process."""
-
-    rank: int
-    placement: Placement
-    got: Tensor
-    want: Tensor
-
-
-class LossyStep(NamedTuple):
-    """A step of one process, and the parts to compare. `limits` has the allowed differences of gradients and loss."""
-
-    loss: float
-    norm: float
-    gradients: list[Compared]
-    averages: list[Compared]
-    weights: list[Compared]
-    limits: dict[str, float]
 
 
 # On the mesh ----------------------------------------------------------------------------------------------------------
@@ -134,45 +115,38 @@ def record_messages(state: RankState) -> list[Average]:
 class Replay:
     """The models, residuals and optimizers in one process: one optimizer, or one per rank if each rank has its own.
 
-    before    the weights of every rank before the first step
-    messages  the messages of every step and rank
+    seen  what every rank of the mesh had
     """
 
-    def __init__(
-        self, config: TrainConfig, text: Text, before: list[Held], messages: list[list[list[Average]]]
-    ):
-        self.config, self.text, self.choice = config, text, config.choice("compress")
+    def __init__(self, config: TrainConfig, text: Text, seen: list[Observed[Held]]):
+        self.config, self.text, self.seen, self.choice = config, text, seen, config.choice("compress")
         self.model = whole_model(config)
         self.exact = (
             whole_model(config, config.torch_master_dtype, products=False) if is_rounded(config) else None
         )
         self.means = means_in_one_process(config)
         family: OptimizerFamily = config.choice("optimizer").load()
-        self.masters = {name: nn.Parameter(w.clone()) for name, w in whole(before).items()}
+        self.masters = {name: nn.Parameter(w.clone()) for name, w in whole(self.held(0)).items()}
         groups = family.groups(self.masters.items(), config.weight_decay)
         options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
         self.optimizer = family.optimizer_class()(groups, **options)
         self.ranks = []
         if self.choice.averages != "gradient":
-            own = zip(*messages)
-            self.ranks = [
-                _Rank(config, rank, held, sent) for rank, (held, sent) in enumerate(zip(before, own))
-            ]
+            before = self.held(0)
+            self.ranks = [_Rank(config, rank, before[rank], own.messages) for rank, own in enumerate(seen)]
 
-    def step(
-        self,
-        step: int,
-        before: list[Held],
-        after: list[Held],
-        gradients: list[Held],
-        messages: list[list[Average]],
-    ) -> LossyStep:
-        """Repeat a step, given every rank's weights before and after it, gradients, and messages in order."""
+    def held(self, i: int) -> list[Held]:
+        """Return the tensors of all ranks in snapshot i."""
+        return [own.snapshots[i].tensors for own in self.seen]
+
+    def step(self, step: int) -> list[Row]:
+        """Repeat a step from every rank's weights before it, gradients and messages; compare it with the mesh's."""
         config = self.config
+        before, gradients, after = (self.held(2 * step + i) for i in range(3))
         lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
         norm = _norm(gradients)
         divisor = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
-        sent = _by_message(messages)
+        sent = _by_message([own.messages[step] for own in self.seen])
         means = [self.means(message) for message in sent]
         keeps_own = self.choice.keeps_own_gradients(config, step)
         alone = keeps_own and self.choice.steps_locally
@@ -185,14 +159,13 @@ class Replay:
             sums = [[_total(xs) for xs in zip(*(one.given for one in message))] for message in sent]
             found = self._complete(sent, sums, gradients)
         compared = [_compared(rank, place, x, wanted[rank]) for rank, place, x in found]
+        averages, weights = [], []
         if not self.ranks:
             sums = [[x * len(message) for x in own] for message, own in zip(sent, means)]
             averages = self._averages(sent, sums, gradients)
             _take_step(self.optimizer, self.masters, whole(before), whole(gradients), lr, divisor)
             updated = {name: master.detach().clone() for name, master in self.masters.items()}
             weights = [_compared(rank, place, x, updated) for rank, place, x in _flat(after)]
-            return LossyStep(loss, norm, compared, averages, weights, limits)
-        averages, weights = [], []
         for rank, replay in enumerate(self.ranks):
             own_means = [
                 (message[message[0].ranks.index(rank)], own)
@@ -201,7 +174,17 @@ class Replay:
             ]
             weights += replay.step(lr, divisor, before[rank], after[rank], gradients[rank], own_means)
             averages += replay.averages
-        return LossyStep(loss, norm, compared, averages, weights, limits)
+        losses, norms = ([getattr(own, name)[step] for own in self.seen] for name in ("losses", "norms"))
+        # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
+        unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
+        of_averages = [parts_row(config, f"averages, step {step}", averages, unit)] if averages else []
+        return [
+            number_row(f"loss, step {step}", losses, loss, limits["loss"]),
+            parts_row(config, f"gradients, step {step}", compared, limits),
+            number_row(f"gradient norm, step {step}", norms, norm, UPDATE_TOLERANCE),
+            *of_averages,
+            parts_row(config, f"weights, step {step}", weights, UPDATE_TOLERANCE),
+        ]
 
     def _gradients(
         self, step: int, before: list[Held], replicas: int
@@ -221,18 +204,13 @@ class Replay:
         for i, ids in enumerate(torch.arange(config.batch_size).chunk(replicas)):
             weights = whole([held for held, of in zip(before, replica) if of == i])
             positions = None if batch.positions is None else batch.positions[ids]
-            part = (
-                Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions),
-                step,
-                1.0,
-                groups,
-                ids,
-            )
-            loss, own = gradients_at(self.model, weights, *part)
+            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions)
+            how: dict[str, Any] = {"num_groups": groups, "sample_ids": ids}
+            loss, own = gradients_at(self.model, weights, part, step, **how)
             limits = dict.fromkeys((*own, "loss"), TOLERANCE.get(config.dtype, 0.0))
             if self.exact is not None:
                 copies = {name: p.detach() for name, p in self.model.named_parameters()}
-                limits = allowed(config, (loss, own), gradients_at(self.exact, copies, *part))
+                limits = allowed(config, (loss, own), gradients_at(self.exact, copies, part, step, **how))
             total += loss
             found.append({name: g * replicas for name, g in own.items()})
         if config.model.balance_bias:
@@ -424,41 +402,11 @@ def _norm(gradients: list[Held]) -> float:
 
 def lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
     """Compare each step of a run with compression with one process that starts from the run's own weights."""
-    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
-    messages = [[rank.messages[step] for rank in seen] for step in range(config.steps)]
-    steps = run(_replay_lossy_steps, config, text, held[0::2], held[1::2], messages, world_size=1)[0]
-    initial = {n: p.detach().to(config.torch_master_dtype) for n, p in whole_model(config).named_parameters()}
-    rows = [tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
-    # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
-    unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
-    for step, want in enumerate(steps):
-        losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
-        rows.append(number_row(f"loss, step {step}", losses, want.loss, want.limits["loss"]))
-        rows.append(_row(config, f"gradients, step {step}", want.gradients, want.limits))
-        rows.append(number_row(f"gradient norm, step {step}", norms, want.norm, UPDATE_TOLERANCE))
-        if want.averages:
-            rows.append(_row(config, f"averages, step {step}", want.averages, unit))
-        rows.append(_row(config, f"weights, step {step}", want.weights))
-    return rows
+    return run(_rows, config, text, seen, world_size=1)[0]
 
 
-def _replay_lossy_steps(
-    world: Comm,
-    config: TrainConfig,
-    text: Text,
-    weights: list[list[Held]],
-    gradients: list[list[Held]],
-    messages: list[list[list[Average]]],
-) -> list[LossyStep]:
-    replay = Replay(config, text, weights[0], messages)
-    return [
-        replay.step(step, weights[step], weights[step + 1], gradients[step], messages[step])
-        for step in range(config.steps)
-    ]
-
-
-def _row(
-    config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
-) -> Row:
-    parts = [(*one, one.want.abs().max().item() if one.want.numel() else 0.0) for one in found]
-    return parts_row(config, what, parts, limit)
+def _rows(world: Comm, config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
+    replay = Replay(config, text, seen)
+    initial = {n: p.detach().to(config.torch_master_dtype) for n, p in replay.model.named_parameters()}
+    first = tensor_row(config, "initial weights", replay.held(0), initial, UPDATE_TOLERANCE)
+    return [first, *chain.from_iterable(replay.step(step) for step in range(config.steps))]

@@ -105,31 +105,14 @@ class OneProcessMeans:
         if not pieces:
             return
         vectors = [torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces]) for xs in given]
-        if isinstance(self.codec, Sketched):
-            mean = self._by_sketch(key, vectors, self.codec)
-        else:
-            sent = [self._sent((key, rank), x, len(x)) for rank, x in enumerate(vectors)]
-            mean = torch.stack(sent).mean(0)
+        mean = self._to_one_rank(key, vectors, len(vectors[0]))
         for (i, (low, high)), part in zip(pieces, mean.split([high - low for _, (low, high) in pieces])):
             means[i].view(-1)[low:high] = part
-
-    def _by_sketch(self, key: object, xs: list[Tensor], codec: Sketched) -> Tensor:
-        """Return the mean of the elements that are chosen and recovered; the others are kept as residuals."""
-        wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
-        chosen = [codec.choose(x) for x in wanted]
-        places = torch.stack(chosen).any(0)
-        recovered = Sketch(places, num_cells(len(places), codec.ratio)).recovered
-        sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
-        if self.feedback:
-            self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
-        return torch.stack(sent).mean(0)
 
     def _by_codec(self, key: object, xs: list[Tensor]) -> Tensor:
         if isinstance(self.codec, Sketched):
             chunks = zip(*(x.split(-(-len(x) // len(xs))) for x in xs))
-            return torch.cat(
-                [self._by_sketch((key, r), list(own), self.codec) for r, own in enumerate(chunks)]
-            )
+            return torch.cat([self._to_one_rank((key, r), list(own), 0) for r, own in enumerate(chunks)])
         if self.node_size is None:
             return self._two_phases(key, xs)
         g, n = self.node_size, len(xs[0])
@@ -148,15 +131,31 @@ class OneProcessMeans:
         for chunk in range(p):
             held = min(max(total - chunk * n, 0), n)
             own = [F.pad(x, (0, n * p - total))[chunk * n : (chunk + 1) * n] for x in xs]
-            sent = [self._sent((key, rank, chunk), x, held) for rank, x in enumerate(own)]
-            means.append(self._sent((key, "mean", chunk), torch.stack(sent).mean(0), held))
+            mean = self._to_one_rank((key, chunk), own, held)
+            means.append(self._sent((key, "mean", chunk), mean, held))
         return torch.cat(means)[:total]
+
+    def _to_one_rank(self, key: object, xs: list[Tensor], held: int) -> Tensor:
+        """Return the mean of what all ranks send to one of them, of vectors with padding after `held` elements.
+
+        Of a sketch, that is the elements that are chosen and recovered; the others are kept as residuals.
+        """
+        if not isinstance(self.codec, Sketched):
+            return torch.stack([self._sent((key, rank), x, held) for rank, x in enumerate(xs)]).mean(0)
+        wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
+        chosen = [self.codec.choose(x) for x in wanted]
+        places = torch.stack(chosen).any(0)
+        recovered = Sketch(places, num_cells(len(places), self.codec.ratio)).recovered
+        sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
+        if self.feedback:
+            self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
+        return torch.stack(sent).mean(0)
 
     def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
         """Encode and decode x plus the residual. Keep the error as the new residual, with 0 in the padding after `held`."""
         assert self.codec is not None
         assert not isinstance(self.codec, Sketched)
-        wanted = x + self._residuals[key] if key in self._residuals else x
+        wanted = x + self._residuals.get(key, 0)
         sent = self.codec.decode(self.codec.encode(wanted), len(x))
         if self.feedback:
             self._residuals[key] = wanted - sent

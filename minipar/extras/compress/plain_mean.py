@@ -52,14 +52,14 @@ def can_scatter(compressor: Compressor) -> TypeGuard[ScatteringCompressor]:
 class PlainMean:
     """The uncompressed mean, with all tensors in one all-reduce. Sends 2(p-1)/p of their bytes."""
 
-    def __init__(self, comm: Comm, algorithm: str = "auto"):
-        self.comm, self.algorithm = comm, algorithm
+    def __init__(self, comm: Comm):
+        self.comm = comm
 
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
         if self.comm.size == 1 or not tensors:
             return dict(tensors)
-        return unfused(self.comm.all_reduce(fused(tensors), "mean", algorithm=self.algorithm), tensors)
+        return unfused(self.comm.all_reduce(fused(tensors), "mean"), tensors)
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
@@ -74,8 +74,7 @@ class PlainMean:
         if not pieces:
             return {}
         flat = torch.cat([widened(x) for x in pieces])
-        mean = self.comm.reduce_scatter(flat, "mean", sizes, self.algorithm)
-        return unfused(mean, parts[self.comm.rank])
+        return unfused(self.comm.reduce_scatter(flat, "mean", sizes), parts[self.comm.rank])
 
     def state(self) -> State:
         return {}

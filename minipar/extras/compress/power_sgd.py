@@ -32,9 +32,9 @@ class PowerSGD:
     Q^T is the same), sends small matrices uncompressed, and leaves the momentum of algorithm 2 to the optimizer.
     """
 
-    def __init__(self, comm: Comm, rank: int = 2, seed: int = 0, error_feedback: bool = True):
+    def __init__(self, comm: Comm, rank: int = 2):
         require_positive(rank=rank)
-        self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
+        self.comm, self.rank = comm, rank
         self.plain = PlainMean(comm)
         self.residuals: dict[object, Tensor] = {}
         # Q^T [r, m] of the last step, with which the next step begins
@@ -63,8 +63,7 @@ class PowerSGD:
         self._factors |= qt
         for key, x in thin.items():
             mean = p[key] @ qt[key]
-            if self.error_feedback:
-                self.residuals[key] = (local[key] - mean).view(x.shape)
+            self.residuals[key] = (local[key] - mean).view(x.shape)
             found[key] = mean.view(x.shape).to(x.dtype)
         return {key: found[key] for key in tensors}
 
@@ -76,7 +75,7 @@ class PowerSGD:
 
     def _factor(self, key: object, local: Tensor) -> Tensor:
         if key not in self._factors:
-            generator = torch.Generator().manual_seed(self.seed)  # the same on every rank
+            generator = torch.Generator().manual_seed(0)  # the same on every rank
             self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).t().to(local)
         return self._factors[key]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minipar.extras.compress.codecs import require_finite
-from minipar.extras.compress.plain_mean import State, Tensors, cut, fused, widened
+from minipar.extras.compress.plain_mean import State, Tensors, cut, fused
 
 
 class Residuals:
@@ -32,12 +32,13 @@ class Residuals:
         used: Counter[Any] = Counter()
         nothing = fused(next(part for part in parts if part))[:0]
         for part in parts:
-            xs = {key: widened(x).flatten() for key, x in part.items()}
-            for key in xs.keys() & self.residuals.keys():
-                start, used[key] = used[key], used[key] + len(xs[key])
-                xs[key] = xs[key] + self.residuals[key][start : used[key]]
-            wanted.append(fused(xs) if xs else nothing)
-            require_finite(wanted[-1], "a gradient")
+            x, left = fused(part) if part else nothing, [nothing]
+            require_finite(x, "a gradient")
+            for key, piece in part.items():
+                start, used[key] = used[key], used[key] + piece.numel()
+                known = self.residuals.get(key)
+                left.append(x.new_zeros(piece.numel()) if known is None else known[start : used[key]])
+            wanted.append(x + torch.cat(left) if self.residuals else x)
         return wanted
 
     def keep(self, parts: Sequence[Tensors], left: Sequence[Tensor]) -> None:
@@ -46,7 +47,7 @@ class Residuals:
         for part, own in zip(parts, left):
             for key, x in cut(own, part).items():
                 pieces.setdefault(key, []).append(x.flatten())
-        self.residuals |= {key: torch.cat(own) for key, own in pieces.items()}
+        self.residuals |= {key: own[0] if len(own) == 1 else torch.cat(own) for key, own in pieces.items()}
 
     def state(self) -> State:
         return {key: {"residual": x} for key, x in self.residuals.items()}

@@ -72,6 +72,15 @@ class Verification(NamedTuple):
         return max(row.difference for row in self.rows)
 
 
+class Compared(NamedTuple):
+    """A part of a tensor on a rank of the mesh, and the same part in one process."""
+
+    rank: int
+    placement: Placement
+    got: torch.Tensor
+    want: torch.Tensor
+
+
 class Snapshot(NamedTuple, Generic[T]):
     """Tensors at one moment: a rank's parts, or one process's tensors by name. `step` is None for weights."""
 
@@ -229,21 +238,24 @@ def tensor_row(
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:
             whole = want[placement.tied_to or placement.name]
-            parts.append((rank, placement, got, placement.slice_of(whole), whole.abs().max().item()))
-    return parts_row(config, what, parts, limit)
+            parts.append(Compared(rank, placement, got, placement.slice_of(whole)))
+    return parts_row(config, what, parts, limit, want)
 
 
 def parts_row(
     config: TrainConfig,
     what: str,
-    parts: list[tuple[int, Placement, torch.Tensor, torch.Tensor, float]],
+    parts: list[Compared],
     limit: float | dict[str, float],
+    whole: Tensors | None = None,
 ) -> Row:
-    """Compare parts of tensors: (rank, placement, the rank's part, the same part in one process, largest entry)."""
+    """Compare parts of tensors, relative to the largest entry of the `whole` tensor or, without it, of the part."""
     worst, where, equal = (-1.0, "", 0), None, True
-    for rank, placement, got, want, largest in parts:
+    for rank, placement, got, want in parts:
         name = placement.tied_to or placement.name
-        apart = relative((got - want).abs().max().item() if got.numel() else 0.0, largest)
+        of = want if whole is None else whole[name]
+        apart, largest = (x.abs().max().item() if x.numel() else 0.0 for x in (got - want, of))
+        apart = relative(apart, largest)
         equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
         if (apart, name, rank) > worst:
             worst, where = (apart, name, rank), placement
