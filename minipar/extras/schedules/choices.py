@@ -66,7 +66,7 @@ class OffloadedSchedule(ScheduleChoice):
     unpriced = "limit"
 
     def check(self, config: Any) -> None:
-        names = {"offload_activations": False, "compile": "none"}
+        names = {"offload_activations": False, "partition_activations": False, "compile": "none"}
         for name, default in names.items():
             if getattr(config, name) != default:
                 raise ValueError(

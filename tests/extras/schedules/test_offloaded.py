@@ -118,9 +118,7 @@ def test_offloading_changes_no_bit(of, limit):
     "mesh",
     [
         dict(pp=2, dp=2, zero=3, recompute="every:2", microbatches=4),
-        dict(
-            pp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full", partition_activations=False
-        ),
+        dict(pp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full"),
     ],
     ids=str,
 )
@@ -135,5 +133,15 @@ def test_what_cannot_be_offloaded_is_refused():
         offloaded(2, 4, limit=0)
     with pytest.raises(ValueError, match="of='zb-h1' has no whole backwards"):
         offloaded(2, 4, "zb-h1")
-    with pytest.raises(ValueError, match="offload_activations=True; leave one out"):
-        VERIFY_DEFAULTS.choosing(pp=2, microbatches=2, schedule="offloaded", offload_activations=True)
+    for name, changes in (
+        ("offload_activations", {}),
+        ("partition_activations", dict(tp=2, recompute="full")),
+    ):
+        with pytest.raises(ValueError, match=f"{name}=True; leave one out"):
+            VERIFY_DEFAULTS.choosing(
+                pp=2,
+                microbatches=2,
+                schedule="offloaded",
+                **changes,
+                **{name: True, "sequence_parallel": False},
+            )
