@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 from minipar.config.choices import OPTIMIZERS, TENSOR_LAYOUTS
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
-
-NO_FORMS = "has no closed form, and is not planned"
+from minipar.support.errors import one_of
 
 
 class ClosedForms(Protocol):
@@ -172,7 +171,7 @@ def forms_of(schedule: str) -> ClosedForms:
     """Import and return the formulas of a schedule. Raises ValueError for a schedule that is unknown or not planned."""
     choice = SCHEDULES[schedule]
     if not choice.closed_forms:
-        raise ValueError(f"schedule={schedule} {choice.instead or NO_FORMS}")
+        raise ValueError(f"schedule={schedule} {_no_forms()}")
     module, _, name = choice.closed_forms.partition(":")
     return cast(ClosedForms, getattr(import_module(module), name))
 
@@ -182,10 +181,13 @@ def planned() -> tuple[str, ...]:
     return tuple(name for name, choice in SCHEDULES.usable().items() if choice.closed_forms)
 
 
+def _no_forms() -> str:
+    return f"has no closed form, and is not planned; use {one_of(planned())}"
+
+
 def unplanned() -> dict[str, str]:
     """Return the schedules, layouts of tp and optimizers that cannot be planned: name -> why, or what to plan instead."""
-    no_forms = {name: choice for name, choice in SCHEDULES.usable().items() if not choice.closed_forms}
-    schedules = {name: choice.instead or NO_FORMS for name, choice in no_forms.items()}
+    schedules = {name: _no_forms() for name in SCHEDULES.usable() if name not in planned()}
     layouts = dict.fromkeys(TENSOR_LAYOUTS.extras(), "is a layout of tp that is not planned; use tp alone")
     optimizers = dict.fromkeys(OPTIMIZERS.extras(), "is not planned; leave it out: states are AdamW's")
     return schedules | layouts | optimizers

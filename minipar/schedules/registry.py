@@ -25,7 +25,6 @@ class ScheduleChoice(Choice):
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
     pipeline      "module:name" of the `Pipeline` that runs it
     closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it has none
-    instead       if the planner has no formulas: the reason, and the schedule to plan in its place
     """
 
     def __init__(
@@ -37,14 +36,13 @@ class ScheduleChoice(Choice):
         pipeline: str = "minipar.pipeline:Pipeline",
         takes: Sequence[str] = (),
         closed_forms: str = "",
-        instead: str = "",
         help: str = "",
         options: type | None = None,
     ):
         super().__init__(pipeline, help, options)
         self.build, self.chunks, self.v_shaped = build, chunks, v_shaped
         self.takes, self.sliced = tuple(takes), "slices" in takes
-        self.closed_forms, self.instead = closed_forms, instead
+        self.closed_forms = closed_forms
 
     def priced_as(self, config: Any) -> str:
         """Return the name of the schedule whose formulas predict this run."""

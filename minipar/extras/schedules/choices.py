@@ -80,7 +80,6 @@ class OffloadedSchedule(ScheduleChoice):
         return [{"limit": 1}]
 
 
-NO_FORM = "has no closed form, and is not planned; use"
 SEQ1F1B = SlicedSchedule(
     seq1f1b,
     takes=("slices", "sizes"),
@@ -89,9 +88,7 @@ SEQ1F1B = SlicedSchedule(
     closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
     help="1f1b over slices of tokens",
 )
-V_MIN = ScheduleChoice(
-    v_min, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with a third of 1f1b's memory"
-)
+V_MIN = ScheduleChoice(v_min, 2, v_shaped=True, help="a V with a third of 1f1b's memory")
 CHIMERA = ScheduleChoice(chimera, help="1f1b from both ends, on two copies of the model")
 DUALPIPE = ScheduleChoice(dualpipe, help="dualpipe-v unfolded, on two copies of the model")
 OFFLOADED = OffloadedSchedule(
@@ -99,7 +96,6 @@ OFFLOADED = OffloadedSchedule(
     takes=("of", "limit"),
     options=OffloadOptions,
     pipeline="minipar.extras.schedules.offloaded_pipeline:OffloadedPipeline",
-    instead=f"{NO_FORM} 1f1b",
     help="another schedule, whose ranks hold at most some activations; the others wait in CPU memory",
 )
 OPTIMAL = ScheduleChoice(
