@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from math import gcd
 from operator import attrgetter
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 from minipar.config.context_limits import ATTENTIONS
 from minipar.config.rules import (
@@ -26,15 +26,7 @@ from minipar.config.rules import (
 )
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import (
-    ClosedForms,
-    LiveActivations,
-    RankContents,
-    enough_microbatches,
-    forms_of,
-    planned,
-    unplanned,
-)
+from minipar.cost.stages import enough_microbatches, forms_of, planned, unplanned
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of, require_positive
 
@@ -247,30 +239,6 @@ class Layout:
         return "-".join([*axes, *how, f"zero{self.zero}", f"mb{self.microbatch}", *order, *again])
 
 
-class SlicedForms(ClosedForms, Protocol):
-    """The additional formulas of schedules that cut samples into slices (`ScheduleChoice.sliced`)."""
-
-    def why_illegal(self, job: Job, layout: Layout) -> str | None:
-        """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
-
-    def slice_choices(self, job: Job, layout: Layout) -> tuple[int, ...]:
-        """Return the numbers of slices to search for this layout; its own `slices` is ignored."""
-
-    def largest_slice(self, job: Job, layout: Layout) -> int:
-        """Return the tokens of the longest slice of a sample."""
-
-    def largest_share(self, job: Job, layout: Layout) -> float:
-        """Return the cost of the most expensive slice, divided by the mean cost."""
-
-    def activations(self, job: Job, layout: Layout, held: RankContents) -> LiveActivations:
-        """Return the live activations of a rank with contents `held`."""
-
-
-def sliced_forms_of(schedule: str) -> SlicedForms:
-    """Return the formulas of a schedule that cuts samples into slices."""
-    return cast(SlicedForms, forms_of(schedule))
-
-
 def parse_layout(text: str) -> Layout:
     """Read a layout, such as `dp4-pp2-tp8-zero1-mb2-interleaved:2-full`. Omitted parts take their defaults.
 
@@ -350,9 +318,7 @@ def why_illegal(job: Job, layout: Layout) -> str | None:
     view = views_of(job)(vars(layout))
     if rule := broken(view, PLANNED):
         return say(rule.words, view)
-    cuts = SCHEDULES[layout.schedule].sliced
-    why = sliced_forms_of(layout.schedule).why_illegal(job, layout) if cuts else None
-    return why or why_not_priced(job, layout)
+    return forms_of(layout.schedule).why_illegal(job, layout) or why_not_priced(job, layout)
 
 
 def require_legal(job: Job, layout: Layout) -> None:
@@ -389,8 +355,6 @@ def why_not_priced(job: Job, layout: Layout) -> str | None:
         return f"recompute={a.recompute} is what another program has; use none, full or every:N"
     if choice.chunks is not None and a.chunks != choice.chunks:
         return f"schedule={a.schedule} has {choice.chunks} chunks a rank, not {a.chunks}"
-    if a.slices > 1 and not choice.sliced:
-        return f"slices={a.slices} needs a schedule of slices, not {a.schedule}"
     m = a.microbatches(job)
     if not enough_microbatches(a.schedule, a.pp, m):
         return f"{m} microbatches do not fill schedule={a.schedule} over pp={a.pp}"

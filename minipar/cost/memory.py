@@ -7,7 +7,7 @@
                      ZeRO-3 does not shard tied embeddings in a pipeline, nor their stages' other parameters outside layers
     gathered units   ZeRO-3: this rank's embedding, last norm and head, the running layer and the next layer
     activations      live chunks x layers per chunk x `layer_bytes`; recompute="every:N" keeps one input per N layers;
-                     for samples cut into slices, the schedule's `SlicedForms` give the bytes
+                     for samples cut into slices, the schedule's `ClosedForms` give the bytes
     recomputation    all activations of the layers that are recomputed together
     logits           for each live microbatch of the last stage, per token: (w + 2 e) D for the last norm, and w V of
                      log-probabilities, or with tp e V/t of logits; w = max(4, e). During the loss's backward also their
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import cache
 
 from minipar.cost.activations import bytes_of_units, layer_bytes
-from minipar.cost.layout import PRECISIONS, Job, Layout, sliced_forms_of
+from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import (
     bucket_elems,
@@ -39,7 +39,7 @@ from minipar.cost.ranks import (
     rank_kinds,
     unsharded_elems,
 )
-from minipar.cost.stages import LiveActivations, RankContents, live_chunks, live_heads
+from minipar.cost.stages import LiveActivations, RankContents, forms_of, live_chunks, live_heads
 from minipar.support.errors import require_positive
 
 ITEMS = (
@@ -155,11 +155,7 @@ def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str
 
 def _activations(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
     a = layout
-    found = (
-        sliced_forms_of(a.schedule).activations(job, a, held)
-        if a.slices > 1
-        else _of_whole_samples(job, a, held)
-    )
+    found = forms_of(a.schedule).activations(job, a, held) or _of_whole_samples(job, a, held)
     kept, of_backward = _logits_bytes_per_token(job, a)
     logits = held.last * (found.logits_tokens * kept + _tokens_at_once(job, a) * of_backward)
     freed = held.last * _tokens_at_once(job, a) * (kept + of_backward)
@@ -172,9 +168,7 @@ def _activations(job: Job, layout: Layout, held: RankContents) -> dict[str, floa
 
 def _tokens_at_once(job: Job, a: Layout) -> int:
     """Return the tokens of a microbatch on one rank, or of its longest slice."""
-    if a.slices == 1:
-        return a.tokens(job)
-    return a.microbatch * sliced_forms_of(a.schedule).largest_slice(job, a)
+    return a.microbatch * forms_of(a.schedule).largest_slice(job, a)
 
 
 def _logits_bytes_per_token(job: Job, a: Layout) -> tuple[float, float]:

@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 from minipar.config.rules import expert_ranks
 from minipar.cost.doubt import SPREADS, WIDEST, comparison_doubt
-from minipar.cost.layout import Job, Layout, sliced_forms_of, why_illegal
+from minipar.cost.layout import Job, Layout, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
-from minipar.cost.stages import chunk_choices, enough_microbatches, least_idle, planned
+from minipar.cost.stages import chunk_choices, enough_microbatches, forms_of, least_idle, planned
 from minipar.cost.timing import least_seconds, step_parts
-from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import divisors
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, without overlap, and holds more
@@ -255,9 +254,7 @@ def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp
     layers, found = job.shape.num_layers, []
     for name in schedules:
         chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]
-        cuts: tuple[int, ...] = (1,)
-        if SCHEDULES[name].sliced:
-            cuts = sliced_forms_of(name).slice_choices(job, Layout(cp=cp, tp=tp, schedule=name))
+        cuts = forms_of(name).slice_choices(job, Layout(cp=cp, tp=tp, schedule=name))
         found += [Order(name, v, slices) for v in chunks for slices in cuts]
     return found
 

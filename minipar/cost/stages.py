@@ -9,37 +9,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from minipar.config.choices import OPTIMIZERS, TENSOR_LAYOUTS
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of
-
-
-class ClosedForms(Protocol):
-    """The formulas of one or more schedules; each method takes the schedule's name.
-
-    pp      number of pipeline ranks        chunks  chunks per rank
-    m       number of microbatches          slices  slices per sample; 1 if the schedule does not cut samples
-    """
-
-    def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the maximum number of activations that a rank holds, counting one per stage and microbatch (or slice)."""
-
-    def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return a rank's idle time in a step; f, i, w are its times of F, I, W for one microbatch or average slice."""
-
-    def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers."""
-
-    def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return how many messages between stages are on the critical path of a step."""
-
-    def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
-        """Return whether these formulas hold for m microbatches."""
-
-    def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return the maximum number of microbatches (or slices) between forward and backward on the last stage."""
 
 
 class LiveActivations(NamedTuple):
@@ -70,11 +44,20 @@ class RankContents(NamedTuple):
     last: bool
 
 
-class OwnForms:
-    """The formulas of the library's own schedules, which do not cut samples into slices."""
+class ClosedForms:
+    """The formulas of the library's own schedules; each method takes the schedule's name.
+
+    An extra has a subclass for its schedules, which overrides what differs, as for samples that are cut into slices.
+
+    pp      number of pipeline ranks        chunks  chunks per rank
+    m       number of microbatches          slices  slices per sample; 1 if the schedule does not cut samples
+    job, layout  a Job and a Layout of `layout.py`, which imports this module
+    """
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the maximum number of live activations on rank r of p, with v chunks per rank, by schedule:
+        """Return the maximum number of live activations on rank r of p, with v chunks per rank, by schedule.
+
+        An activation is that of a stage for a microbatch, or for a slice.
 
         gpipe, breadth-first   m v
         1f1b                   min(p - r, m)
@@ -99,7 +82,7 @@ class OwnForms:
         return min(most.get(schedule, (2 * pp + 1, 2 * m)))
 
     def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return the idle time, by schedule:
+        """Return a rank's idle time in a step, by schedule; f, i, w are its F, I, W of one microbatch (or average slice).
 
         1f1b, gpipe                  (p-1) (F + I + W)
         interleaved, breadth-first   (p-1) (F + I + W) / v
@@ -124,13 +107,16 @@ class OwnForms:
         return (pp - 1) * each
 
     def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return (p-1)/(m v); 0 for schedules that split the backward into I and W."""
+        """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers.
+
+        It is (p-1)/(m v), and 0 for schedules that split the backward into I and W.
+        """
         if schedule not in ("1f1b", "gpipe", "interleaved", "breadth-first"):
             return 0.0
         return (pp - 1) / (m * chunks)
 
     def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return the number of messages, by schedule:
+        """Return how many messages between stages are on the critical path of a step, by schedule:
 
         1f1b                  2 (p-1) (m/p + 1) - 2    after every p microbatches a rank waits for a round trip
         gpipe, zb-h2, zb-auto 2 (p-1)
@@ -151,7 +137,10 @@ class OwnForms:
         }.get(schedule, 2 * (pp - 1))
 
     def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
-        """Return whether m microbatches fill the pipeline; always True for 1f1b and gpipe, which need not be full."""
+        """Return whether these formulas hold for m microbatches.
+
+        That is if they fill the pipeline; always for 1f1b and gpipe, which need not be full.
+        """
         if schedule in ("1f1b", "gpipe"):
             return True
         if schedule in ("interleaved", "breadth-first"):
@@ -159,11 +148,36 @@ class OwnForms:
         return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
 
     def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return m for gpipe and breadth-first, else 1: the last stage then runs a backward right after its forward."""
+        """Return the maximum number of microbatches (or slices) between forward and backward on the last stage.
+
+        It is m for gpipe and breadth-first, else 1: the last stage then runs a backward right after its forward.
+        """
         return m if schedule in ("gpipe", "breadth-first") else 1
 
+    def why_illegal(self, job: Any, layout: Any) -> str | None:
+        """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
+        if layout.slices > 1:
+            return f"slices={layout.slices} needs a schedule of slices, not {layout.schedule}"
+        return None
 
-OWN_FORMS = OwnForms()
+    def slice_choices(self, job: Any, layout: Any) -> tuple[int, ...]:
+        """Return the numbers of slices to search for this layout; its own `slices` is ignored."""
+        return (1,)
+
+    def largest_slice(self, job: Any, layout: Any) -> int:
+        """Return the tokens of the longest slice of a sample on one rank."""
+        return int(job.seq_len // layout.cp)
+
+    def largest_share(self, job: Any, layout: Any) -> float:
+        """Return the cost of the most expensive slice, divided by the mean cost."""
+        return 1.0
+
+    def activations(self, job: Any, layout: Any, held: RankContents) -> LiveActivations | None:
+        """Return the live activations of a rank with contents `held`; None: `live_chunks` counts whole microbatches."""
+        return None
+
+
+OWN_FORMS = ClosedForms()
 
 
 @cache

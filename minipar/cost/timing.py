@@ -22,11 +22,11 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from minipar.cost.layout import PARTIAL, Job, Layout, sliced_forms_of
+from minipar.cost.layout import PARTIAL, Job, Layout
 from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
 from minipar.cost.ranks import bucket_elems, held_elems, layer_kinds_elems, rank_kinds, unsharded_elems
-from minipar.cost.stages import RankContents, idle_s, message_hops
+from minipar.cost.stages import RankContents, forms_of, idle_s, message_hops
 from minipar.cost.traffic import (
     cp_layer_bytes,
     dispatch_bytes,
@@ -105,7 +105,7 @@ def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) 
     """Return the time of each of PARTS in a step. `gradients` replaces the reduction of uncompressed gradients."""
     a, m = layout, layout.microbatches(job)
     units = m * a.slices
-    largest = sliced_forms_of(a.schedule).largest_share(job, a) if a.slices > 1 else 1.0
+    largest = forms_of(a.schedule).largest_share(job, a)
     kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
     layer = _layer_layout(a)
     works = [_rank_work(job, layer, *held[2:4], held.last) for held in kinds]

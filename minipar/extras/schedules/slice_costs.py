@@ -26,22 +26,18 @@ from minipar.cost.activations import layer_bytes
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import chunk_bytes
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import LiveActivations, RankContents
+from minipar.cost.stages import ClosedForms, LiveActivations, RankContents
 from minipar.extras.schedules.slicing import equal_costs, slice_cost, whole_tokens, why_slices_illegal
 
 SEARCHED_SLICES = (2, 4, 8, 16)
 
 
-class SlicedForms:
-    """The formulas of seq1f1b: see `minipar.cost.layout.SlicedForms`."""
+class SlicedForms(ClosedForms):
+    """The formulas of seq1f1b."""
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
         """Return the maximum number of live slices: min(p - r + s - 1, m s)."""
         return min(pp - rank + slices - 1, m * slices)
-
-    def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return (p-1) (F + I + W), with F, I and W the times of one slice."""
-        return (pp - 1) * (f + i + w)
 
     def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
         """Return (p-1)/(m s)."""
