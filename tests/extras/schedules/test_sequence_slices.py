@@ -14,13 +14,11 @@ from minipar.schedules import (
     Action,
     Costs,
     Deadlock,
-    make_schedule,
     one_f_one_b,
     simulate,
-    to_torch,
     validate,
 )
-from tests.pipeline.strategies import mutants, schedules, seconds
+from tests.pipeline.strategies import seconds
 
 ranks, microbatches, pieces = st.integers(1, 6), st.integers(1, 8), st.integers(1, 5)
 
@@ -60,35 +58,6 @@ def test_slices_in_the_other_order_are_refused(op):
     with pytest.raises(Deadlock, match=rf"rank 1 cannot run {op} .* before {op} .*; cycle: rank"):
         validate(wrong)
     validate(replace(wrong, slices=1, num_microbatches=3))  # as microbatches they would be
-
-
-@given(mutants(schedules(["seq1f1b"], 3, 3, max_slices=3)))
-def test_what_is_valid_runs_the_slices_of_a_sample_in_order(schedule):
-    try:
-        validate(schedule)
-    except ValueError:
-        return
-    for actions in schedule.actions:
-        place = {action: i for i, action in enumerate(actions)}
-        for op, stage, unit in actions:
-            if unit % schedule.slices:
-                earlier = place[Action(op, stage, unit - 1)]
-                assert (earlier < place[op, stage, unit]) == (op == "F")
-
-
-def test_a_unit_that_is_not_there_is_refused():
-    schedule = replace(seq1f1b(1, 1, 2), actions=((*seq1f1b(1, 1, 2).actions[0], Action("F", 0, 2)),))
-    with pytest.raises(ValueError, match="on rank 0: there are 1 microbatches"):
-        validate(schedule)
-
-
-def test_slices_are_for_the_schedules_that_have_them():
-    with pytest.raises(ValueError, match="slices=2 is no argument of schedule='1f1b'; leave it out"):
-        make_schedule("1f1b", 2, 2, slices=2)
-    with pytest.raises(ValueError, match="slices=0; use a whole number of 1 or more"):
-        make_schedule("seq1f1b", 2, 2, slices=0)
-    with pytest.raises(ValueError, match="schedule seq1f1b is a SlicedSchedule: torch's runtime"):
-        to_torch(seq1f1b(2, 2, 2))
 
 
 # Where to cut a sample ---------------------------------------------------------------------------------------------

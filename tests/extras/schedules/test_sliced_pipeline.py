@@ -322,12 +322,6 @@ def test_what_cannot_be_cut_is_one_clear_line(fn, message):
     assert "\n" not in said
 
 
-def test_the_plain_pipeline_does_not_run_slices():
-    schedule = seq1f1b(1, 1, 2)
-    (said,) = refusal(lambda world: minipar.Pipeline(_own(world, schedule), world, schedule))
-    assert "schedule seq1f1b is a SlicedSchedule, and this pipeline runs a Schedule" in said
-
-
 @pytest.mark.parametrize("sizes", [None, (1, 4)])
 def test_units_are_the_slices_of_each_microbatch_in_order(sizes):
     x = torch.arange(2 * 5).view(2, 5)

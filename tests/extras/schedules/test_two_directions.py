@@ -105,21 +105,11 @@ def test_each_direction_has_half_of_the_microbatches_and_each_pair_of_ranks_one_
         assert [(a.op, a.stage % S) for a in own] == [(a.op, a.stage % S) for a in mirror]
 
 
-def _without(schedule, microbatch):
-    kept = (tuple(a for a in own if a.microbatch != microbatch) for own in schedule.actions)
-    return replace(schedule, actions=tuple(kept))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda s: replace(s, stage_rank=(0, 1, 2, 3, 3, 2, 0, 1)), "holds the stage"),
-        (lambda s: _without(s, 3), "F of microbatch 3 on stage 4 occurs 0 times"),
-    ],
-)
-def test_what_is_not_done_or_not_placed_is_refused(change, says):
-    with pytest.raises(ValueError, match=says):
-        validate(change(chimera(4, 4)))
+def test_a_microbatch_that_is_left_out_is_refused():
+    schedule = chimera(4, 4)
+    kept = tuple(tuple(a for a in own if a.microbatch != 3) for own in schedule.actions)
+    with pytest.raises(ValueError, match="F of microbatch 3 on stage 4 occurs 0 times"):
+        validate(replace(schedule, actions=kept))
 
 
 def test_two_directions_are_drawn_and_no_pipeline_runs_them():
