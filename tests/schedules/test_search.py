@@ -71,12 +71,6 @@ def test_a_rank_waits_where_another_has_the_longest_own_span_anyway():
     assert simulate(zb_auto(3, 5, cost, 3, 0.5), cost).longest_own_span == 42.5
 
 
-@pytest.mark.parametrize(("p", "m", "says"), [(0, 4, "p=0"), (4, 0, "m=0")])
-def test_sizes_below_one_are_refused(p, m, says):
-    with pytest.raises(ValueError, match=says):
-        zb_auto(p, m, Costs(), 4)
-
-
 def test_a_limit_that_holds_nothing_is_refused():
     with pytest.raises(ValueError, match="memory_limit=0.5 holds no activation; use at least 1, 4 for"):
         zb_auto(4, 8, Costs(), 0.5)

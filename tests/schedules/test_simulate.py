@@ -102,14 +102,6 @@ def test_zero_bubble_schedules_idle_as_published_where_f_i_w_are_equal(p, more, 
     assert idle(zb_v(p, m)) == pytest.approx(0)
 
 
-@given(ranks, st.integers(0, 12))
-def test_zero_bubble_schedules_idle_as_published_where_w_is_shorter(p, more):
-    """(p-1)(F + I - W) and (p-1)(F + I - 2W), at F=3, I=2.5, W=2."""
-    for make, weights in ((zb_h1, 1), (zb_h2, 2)):
-        timeline = simulate(make(p, 2 * p + more), Costs(3, 2.5, 2))
-        assert timeline.longest_own_span - timeline.ideal == pytest.approx((p - 1) * (5.5 - weights * 2))
-
-
 cost = st.floats(0, 4).map(lambda c: round(c, 2))
 
 
@@ -146,10 +138,6 @@ def test_live_activations_peak_as_published(p, m, v):
     assert simulate(one_f_one_b(p, m)).peak_live == tuple(min(p - r, m) for r in range(p))
     assert simulate(zb_h1(p, m)).peak_live == (min(p, m),) * p
     assert simulate(zb_h2(p, m)).peak_live == (min(2 * p - 1, m),) * p
-    groups = p * m  # a whole number of groups
-    assert simulate(interleaved(p, groups, v)).peak_live == tuple(
-        min(2 * (p - r - 1) + (v - 1) * p + 1, groups * v) for r in range(p)
-    )
     assert simulate(zb_v(p, 2 * p + m)).peak_live == (2 * p,) * p
     assert max(simulate(dualpipe_v(p, 2 * p + m)).peak_live) <= 2 * p + 1
 
