@@ -13,6 +13,7 @@ from minipar.comm import Comm
 from minipar.expert.dispatched_rows import DispatchedRows, RowCounts
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
 from minipar.model.moe import MoE
+from minipar.model.overrides import Dispatched
 
 
 class Installer(Protocol):
@@ -57,5 +58,5 @@ class AllToAll:
         rows: RowCounts = self.comm.all_gather(counts).view(p, p, -1).tolist()
         return rows
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> DispatchedRows:
+    def __call__(self, rows: Tensor, counts: Tensor) -> Dispatched:
         return DispatchedRows(self.route, rows, self.row_counts(counts), self.overlap)

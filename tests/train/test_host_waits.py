@@ -31,7 +31,7 @@ SENT = {
 SHADOWED = {
     "train/metrics.py routing": ROUTED["train/metrics.py routing"],
     "model/permute.py plan_kept_rows": ROUTED["model/permute.py plan_kept_rows"],
-    "extras/experts/shadowed_experts.py ShadowedAllToAll.__call__": "as AllToAll; and which experts are hot",
+    "expert/dispatch.py AllToAll.row_counts": SENT["expert/dispatch.py AllToAll.row_counts"],
 }
 DOCUMENTS = {
     "model/mask.py Mask.bounds": "where documents begin: the loop over tiles is on the CPU, and leaves out those unseen",

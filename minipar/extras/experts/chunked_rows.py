@@ -26,19 +26,19 @@ from minipar.support.errors import require_positive
 from minipar.support.trace import span
 
 
-class ChunkedAllToAll:
-    """The `dispatch` of an `MoE` layer. It is like `AllToAll`, but in `chunks` messages that overlap with the products.
+class ChunkedAllToAll(AllToAll):
+    """The `dispatch` of an `MoE` layer. It is `AllToAll`, but in `chunks` messages that overlap with the products.
 
     Sends chunks * (ep-1) messages each way, with the same bytes as `AllToAll`.
     """
 
     def __init__(self, comm: Comm, chunks: int, node_size: int | None = None):
         require_positive(chunks=chunks)
-        self._whole, self.chunks = AllToAll(comm, overlap=True, node_size=node_size), chunks
-        self.route = self._whole.route
+        super().__init__(comm, overlap=True, node_size=node_size)
+        self.chunks = chunks
 
     def __call__(self, rows: Tensor, counts: Tensor) -> ChunkedRows:
-        return ChunkedRows(self.route, rows, self._whole.row_counts(counts), self.chunks)
+        return ChunkedRows(self.route, rows, self.row_counts(counts), self.chunks)
 
 
 class ChunkedRows:

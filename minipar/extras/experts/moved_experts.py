@@ -11,6 +11,7 @@ the numbers of the model do not depend on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.data_parallel.optimizer_interface import OptimizerInterface
+from minipar.expert.dispatch import AllToAll
 from minipar.expert.dispatched_rows import DispatchedRows, RunExperts
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
 from minipar.extras.experts.expert_balance import balanced
@@ -26,7 +28,7 @@ from minipar.model.moe import MoE, moe_layers
 from minipar.train.parallelize import RankState
 
 
-class PlacedAllToAll:
+class PlacedAllToAll(AllToAll):
     """The `dispatch` of an `MoE` layer whose experts may be on any rank: E/ep of them on each rank of `comm`.
 
     experts  the expert of each slot: `expert_balance.py`
@@ -36,15 +38,13 @@ class PlacedAllToAll:
     """
 
     def __init__(self, comm: Comm, num_experts: int, overlap: bool = False, node_size: int | None = None):
-        self.comm, self.overlap = comm, overlap
-        self.route = AllToAllRoute(comm, node_size)
+        super().__init__(comm, overlap, node_size)
         self.experts = tuple(range(num_experts))
         self.load = torch.zeros(num_experts, dtype=torch.int64, device=comm.device)
 
     def __call__(self, rows: Tensor, counts: Tensor) -> PlacedRows:
         self.load += counts
-        # [source rank][expert]; the host waits here for the counts, as in `AllToAll`.
-        sizes = self.comm.all_gather(counts).view(self.comm.size, -1).tolist()
+        sizes = [list(chain.from_iterable(source)) for source in self.row_counts(counts)]
         return PlacedRows(self.route, rows, sizes, self.comm.rank, self.experts, self.overlap)
 
 

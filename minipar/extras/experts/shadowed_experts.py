@@ -11,6 +11,7 @@ Source: FasterMoE, doi:10.1145/3503221.3508418 (dynamic shadowing).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from minipar.comm import Comm
+from minipar.expert.dispatch import AllToAll
 from minipar.expert.dispatched_rows import DispatchedRows, RunExperts
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
 from minipar.extras.experts.shadow_placement import choose_shadowed
 from minipar.model.grouped_mlp import Experts, grouped_swiglu
 
 
-class ShadowedAllToAll:
+class ShadowedAllToAll(AllToAll):
     """The `dispatch` of an `MoE` layer. Each rank of `comm` has num_experts / ep consecutive experts of the layer.
 
     break_even  a replica must reduce the busiest rank's rows by more than this: the machine's `break_even_rows`
@@ -36,12 +38,11 @@ class ShadowedAllToAll:
     """
 
     def __init__(self, comm: Comm, break_even: float, overlap: bool = False, node_size: int | None = None):
-        self.comm, self.break_even, self.overlap = comm, break_even, overlap
-        self.route = AllToAllRoute(comm, node_size)
+        super().__init__(comm, overlap, node_size)
+        self.break_even = break_even
 
     def __call__(self, rows: Tensor, counts: Tensor) -> ShadowedRows:
-        # [source rank][expert]. The host waits here for the counts, as in `AllToAll`.
-        sizes = self.comm.all_gather(counts).view(self.comm.size, -1).tolist()
+        sizes = [list(chain.from_iterable(source)) for source in self.row_counts(counts)]
         return ShadowedRows(self.route, rows, sizes, choose_shadowed(sizes, self.break_even), self.overlap)
 
 
