@@ -73,12 +73,9 @@ class CompressedBuckets(Compressors):
             return reduce_plainly(reduction)
         compressor = self.of(reduction.comm)
         layout = {self.key(param): place for param, place in reduction.layout.items()}
-        sizes = reduction.sizes
-        if sizes is not None and self.scatters and can_scatter(compressor):
-            average: Callable[[], Tensor] = partial(_scatter, compressor, reduction, layout, sizes)
-            kind = "compressed_reduce_scatter"
-        else:
-            average, kind = partial(_average, compressor, reduction, layout), "compressed_all_reduce"
+        scatters = reduction.sizes is not None and self.scatters and can_scatter(compressor)
+        kind = "compressed_reduce_scatter" if scatters else "compressed_all_reduce"
+        average = partial(_scatter if scatters else _average, compressor, reduction, layout)
         with reduction.comm.saying(reduction.label):
             handle: Pending = reduction.comm.custom(kind, average, async_op=True)
         return handle
@@ -121,10 +118,11 @@ def _own_part(reduction: Reduction) -> Tensor:
 
 
 @torch.no_grad()
-def _scatter(compressor: Compressor, reduction: Reduction, layout: Layout, sizes: Sequence[int]) -> Tensor:
+def _scatter(compressor: Compressor, reduction: Reduction, layout: Layout) -> Tensor:
     """Return this rank's chunk of the means or sums, with zeros in the padding. A chunk's end may cut a gradient."""
+    comm, flat, sizes = reduction.comm, reduction.flat, reduction.sizes
+    assert sizes is not None
     assert can_scatter(compressor)
-    comm, flat = reduction.comm, reduction.flat
     means = compressor.scattered_means(parts_by_rank(flat, layout, sizes))
     start = sum(sizes[: comm.rank])
     chunk = flat.new_zeros(sizes[comm.rank])

@@ -10,7 +10,7 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.compressed_mean import CompressedMean
-from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
+from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused, widened
 from minipar.support.errors import require_divides
 
 
@@ -73,11 +73,10 @@ class TwoLevelMean:
         for group, shapes in self._shapes.items():
             length = sum(x.numel() for x in shapes.values())
             for name in ("residual", "residual_of_mean") if self.across.size > 1 else ():
-                own = torch.zeros(-(-length // self.node.size), device=self.comm.device)
-                place = chunks.get(group, {})
-                if name in place:
-                    own = own.to(place[name])
-                    own[: len(place[name])] = place[name]
+                dtype = widened(next(iter(shapes.values()))).dtype  # also where this rank's chunk is empty
+                own = torch.zeros(-(-length // self.node.size), dtype=dtype, device=self.comm.device)
+                x = chunks.get(group, {}).get(name, own[:0])
+                own[: len(x)] = x
                 for key, part in cut(self.node.all_gather(own, algorithm="ring"), shapes).items():
                     found.setdefault(key, {})[name] = part
         return found

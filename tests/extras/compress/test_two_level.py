@@ -101,6 +101,18 @@ def test_a_compressor_goes_on_from_its_state(make):
     assert all(minipar.run(resumed, make, world_size=4))
 
 
+def test_a_rank_without_a_part_has_the_state_of_its_node():
+    """One float64 number on nodes of two: the second rank of a node has none of it, and no residual of its own."""
+
+    def state(world):
+        mean = TwoLevelMean(world, TopK(1.0), 2)
+        mean(torch.ones(1, dtype=torch.float64))
+        (own,) = mean.state().values()
+        return own["residual"].tolist(), own["residual"].dtype
+
+    assert minipar.run(state, world_size=4, timeout_s=20) == [([0.0], torch.float64)] * 4
+
+
 def test_several_tensors_share_their_messages():
     def count(world):
         tensors = {i: vector(30 + i, i + world.rank).view(-1, 1 + i % 2) for i in range(0, 12, 2)}
