@@ -33,12 +33,17 @@ def timeline(
     choices = [(name, find_schedule(name)) for name in schedules]
     # Pass an option only to schedules that use it. If none does, pass it to the first, which raises an error.
     has_looped = any(choice.chunks is None for _, choice in choices)
-    has_sliced = any("slices" in choice.takes for _, choice in choices)
+    taken = {option for _, choice in choices for option in choice.takes}
+    options = {"slices": slices, "memory_limit": memory_limit}
     timelines: list[tuple[str, Timeline]] = []
     for name, choice in choices:
         v = chunks if choice.chunks is None or not has_looped else None
-        s = slices if "slices" in choice.takes or not has_sliced else None
-        simulated = _simulate(name, choice, stages, microbatches, v, s, (*costs, comm), memory_limit)
+        own = {
+            option: value
+            for option, value in options.items()
+            if value is not None and (option in choice.takes or option not in taken)
+        }
+        simulated = _simulate(name, choice, stages, microbatches, v, own, (*costs, comm))
         timelines.append(("", simulated))
         if measure:
             timelines.append(("measured   ", _run(simulated)))
@@ -59,20 +64,17 @@ def _simulate(
     stages: int,
     microbatches: int,
     chunks: int | None,
-    slices: int | None,
+    arguments: dict[str, Any],
     costs: tuple[float, float, float, float],
-    memory_limit: float | None,
 ) -> Timeline:
     """Simulate a schedule, with the costs of a rank's stage divided among chunks and slices; return the timeline."""
-    arguments: dict[str, Any] = {} if slices is None else {"slices": slices}
-    if "slices" in choice.takes:
-        arguments.setdefault("slices", 2)
     v = chunks_per_rank(name, chunks)
     *seconds, comm = costs
-    f, i, w = (cost / (v * arguments.get("slices", 1)) for cost in seconds)
+    pieces = v * arguments.get("slices", 2) if choice.sliced else v
+    f, i, w = (cost / pieces for cost in seconds)
     chunk_costs = Costs(f, i, w, comm)
-    search = {"costs": chunk_costs, "memory_limit": memory_limit}
-    arguments |= {key: value for key, value in search.items() if key in choice.takes}
+    if "costs" in choice.takes:
+        arguments = {**arguments, "costs": chunk_costs}
     return simulate(make_schedule(name, stages, microbatches, v, **arguments), chunk_costs)
 
 

@@ -302,6 +302,8 @@ def test_each_schedule_gets_only_the_arguments_it_takes(capsys):
     assert ["slices" in head for head in heads] == [False, False, False, True]
     code, _, err = outcome(capsys, "timeline", "--schedule", "1f1b", *small)
     assert (code, err) == (2, "minipar: slices=2 is no argument of schedule='1f1b'; leave it out\n")
+    code, _, err = outcome(capsys, "timeline", "--schedule", "1f1b", "seq1f1b", *small)
+    assert (code, err) == (2, "minipar: memory_limit=2.0 is no argument of schedule='1f1b'; leave it out\n")
     code, _, err = outcome(capsys, "train", "--schedule", "optimal")
     assert (code, "schedule='optimal' is unknown" in err) == (2, True)
 
