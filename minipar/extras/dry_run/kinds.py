@@ -29,7 +29,7 @@ from minipar.comm.transport.messages import ChannelId, Message
 from minipar.extras.dry_run.call import Call, Proven, call_of, prove
 from minipar.extras.dry_run.matching import disagreements
 from minipar.extras.dry_run.programs import RankProgram, T, record
-from minipar.extras.dry_run.record import Completed, Make, Post, Program, Recorded, Refused, Step, difference
+from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused, Step, Wait, difference
 from minipar.extras.dry_run.transport import RecordedTransport
 from minipar.mesh import Mesh
 
@@ -92,11 +92,7 @@ class Kinds:
         from 0; the offset is the receiver's number minus the sender's. A collective is an empty message to and from every
         other kind in the group.
         """
-        numbers: dict[object, int] = {}
         calls: Counter[ChannelId] = Counter()
-
-        def number(post: object) -> int:
-            return numbers.setdefault(post, len(numbers))
 
         def message(of: Message | None) -> Message | None:
             if of is None:
@@ -113,12 +109,12 @@ class Kinds:
             name = f"{of.channel.name}, {by} places on" if by else of.channel.name
             return of._replace(peer=kind, channel=ChannelId(name, group.kinds))
 
-        def step(of: Step) -> Step:
+        def step(of: Any) -> Any:
             if isinstance(of, Make):
                 return Make(self.named(of.channel))
             if isinstance(of, Post):
-                return Post(number(of.number), message(of.send), message(of.receive))
-            return Completed(number(of.post)) if isinstance(of, Completed) else of
+                return Post(message(of.send), message(of.receive))
+            return Wait(step(of.on)) if isinstance(of, Wait) else of
 
         def meeting(of: Recorded) -> list[Step]:
             kinds, channel = self.group(of.channel).kinds, self.named(of.channel)
@@ -128,8 +124,7 @@ class Kinds:
             for distance in range(1, len(kinds)):
                 to, source = kinds[(at + distance) % len(kinds)], kinds[at - distance]
                 what = channel, "collective", called, 0, of.words
-                halves = Message("send", to, *what), Message("receive", source, *what)
-                steps.append(Post(number((channel, called, distance)), *halves))
+                steps.append(Post(Message("send", to, *what), Message("receive", source, *what)))
             return steps
 
         program = Program(self.first[own.rank], [step(of) for of in own.main], ended=own.ended)
@@ -217,9 +212,9 @@ def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> Kind
     recorded = {own.rank: own for own in done.programs}
     programs = {rank: kinds.program(own) for rank, own in recorded.items()}
     for first, last in kinds.checked.items():
-        if found := difference(programs[first], programs[last]):
+        if apart := difference(programs[first], programs[last]):
             raise Refused(
-                f"ranks {first} and {last} are not of one kind: {found}; nothing follows for the ranks between them"
+                f"ranks {first} and {last} are not of one kind: {apart}; nothing follows for the ranks between them"
             )
     firsts = [programs[first] for first in kinds.ranks]
     faults = [*done.faults, *disagreements(firsts)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from minipar.comm.transport.messages import Message
-from minipar.extras.dry_run.record import Completed, Post, Program
+from minipar.extras.dry_run.record import Post, Program, Wait
 
 # (channel's name, lane, sender, receiver, number)
 Key = tuple[str, str, int, int, int]
@@ -36,15 +36,12 @@ def _steps(
 ) -> Iterator[Key]:
     """Execute a program; yield each message that it waits for, until that has been sent."""
     rank, link_free = program.rank, 0.0
-    posts: dict[int, list[Key]] = {}
     for step in program.steps():
-        if isinstance(step, Post):
-            posts[step.number] = [_key(rank, message) for message in step[1:] if message is not None]
-            if step.send is not None:
-                link_free = max(now[rank], link_free) + alpha + beta * step.send.num_bytes
-                arrived[_key(rank, step.send)] = link_free
-        elif isinstance(step, Completed):
-            for key in posts[step.post]:
+        if isinstance(step, Post) and step.send is not None:
+            link_free = max(now[rank], link_free) + alpha + beta * step.send.num_bytes
+            arrived[_key(rank, step.send)] = link_free
+        elif isinstance(step, Wait) and isinstance(step.on, Post):
+            for key in [_key(rank, message) for message in step.on if message is not None]:
                 while key not in arrived:
                     yield key
                 now[rank] = max(now[rank], arrived[key])

@@ -25,7 +25,7 @@ from itertools import combinations, zip_longest
 
 from minipar.comm.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
 from minipar.comm.transport.messages import ChannelId, Message
-from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
+from minipar.extras.dry_run.record import Make, Post, Program, Start, Step, Wait
 
 MOST_SENTENCES = 8
 
@@ -114,13 +114,13 @@ class RankState:
     """A rank's progress through its operations.
 
     queues  channel -> the operations given to its stream that have not ended, the running one first
-    posts   number of a post -> the keys of its messages
+    posts   the keys of each post's messages
     """
 
     program: Program
     queues: dict[ChannelId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
     finished: set[int] = field(default_factory=set)
-    posts: dict[int, list[Key]] = field(default_factory=dict)
+    posts: dict[Post, list[Key]] = field(default_factory=dict)
     numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
     sent: dict[Line, Posted] = field(default_factory=dict)
     received: dict[Line, Posted] = field(default_factory=dict)
@@ -171,15 +171,15 @@ class Execution:
                 queue.append(step.operation)
                 if len(queue) == 1:
                     self.ready.append(self._stream(rank, state, queue))
-            elif isinstance(step, Finished):
-                if step.operation not in state.finished:
-                    yield rank, step.operation
             elif isinstance(step, Post):
-                state.posts[step.number] = [self._post(rank, state, half) for half in step[1:] if half]
-            if isinstance(step, Completed) or (isinstance(step, Post) and self.in_order):
-                for key in state.posts[step[0]]:
+                state.posts[step] = [self._post(rank, state, half) for half in step if half]
+            post = step.on if isinstance(step, Wait) else step if self.in_order else None
+            if isinstance(post, Post):
+                for key in state.posts[post]:
                     if len(self.halves[key]) < 2:
                         yield key
+            elif isinstance(step, Wait) and step.on not in state.finished:
+                yield rank, step.on
 
     def _post(self, rank: int, state: RankState, message: Message) -> Key:
         """Post a half of a message. If the other half is there, compare them, and let go on who waits for the message."""

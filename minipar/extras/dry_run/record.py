@@ -29,23 +29,13 @@ class Make(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
+    """Post a send, a receive, or both as one group. At least one is not None. A rank's posts are all different."""
 
-    number: int
     send: Message | None
     receive: Message | None
 
     def __str__(self) -> str:
-        return " and ".join(str(message) for message in self[1:] if message is not None)
-
-
-class Completed(NamedTuple):
-    """Wait for the messages of the post with this number."""
-
-    post: int
-
-    def __str__(self) -> str:
-        return "wait"
+        return " and ".join(str(message) for message in self if message is not None)
 
 
 class Start(NamedTuple):
@@ -57,16 +47,16 @@ class Start(NamedTuple):
         return "go on"
 
 
-class Finished(NamedTuple):
-    """Wait until an operation has ended."""
+class Wait(NamedTuple):
+    """Wait until a post's messages are delivered, or an operation, given by its number, has ended."""
 
-    operation: int
+    on: Post | int
 
     def __str__(self) -> str:
         return "wait"
 
 
-Step = Make | Post | Completed | Start | Finished
+Step = Make | Post | Start | Wait
 
 
 @dataclass
@@ -109,7 +99,6 @@ class Program:
     rank: int
     main: list[Step] = field(default_factory=list)
     operations: list[Recorded] = field(default_factory=list)
-    num_posts: int = 0
     ended: bool = False
 
     def steps(self) -> Iterator[Step]:
@@ -118,8 +107,7 @@ class Program:
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages that this rank sends, in the order in which it posts them."""
-        posts = (step for step in self.steps() if isinstance(step, Post))
-        return (post.send for post in sorted(posts, key=lambda post: post.number) if post.send is not None)
+        return (step.send for step in self.steps() if isinstance(step, Post) and step.send is not None)
 
 
 def difference(first: Program, other: Program) -> str:
@@ -131,7 +119,7 @@ def difference(first: Program, other: Program) -> str:
         pairs.append((a.steps, b.steps))
     for ones, twos in pairs:
         for number, (one, two) in enumerate(zip_longest(ones, twos, fillvalue="do nothing"), start=1):
-            # Compare the types, too: as tuples, a Start and a Finished with the same number are equal.
+            # Compare the types, too: as tuples, a Start and a Wait with the same number are equal.
             if type(one) is not type(two) or one != two:
                 return f"step {number} is to {one} on one and to {two} on the other"
     return "one ended and the other did not" if first.ended != other.ended else ""

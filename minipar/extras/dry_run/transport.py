@@ -21,18 +21,9 @@ from minipar.comm.transport.messages import Channel, ChannelId, Message
 from minipar.comm.transport.stream import OnWait, Operation
 from minipar.comm.transport.traffic import Traffic
 from minipar.comm.transport.transport import Transport
-from minipar.extras.dry_run.record import (
-    Completed,
-    Finished,
-    Make,
-    Post,
-    Program,
-    Recorded,
-    Refused,
-    Start,
-    Step,
-)
+from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused, Start, Step, Wait
 from minipar.extras.dry_run.tensors import DryTensors
+from minipar.extras.dry_run.turns import Ready
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]
@@ -46,7 +37,7 @@ class Contents:
     kinds       the `Kinds` of the ranks, if only some of each kind are run; else None
     """
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], None], ranks: Container[int], kinds: Any):
+    def __init__(self, wait_until: Callable[[Ready], None], ranks: Container[int], kinds: Any):
         self.wait_until, self.ranks, self.kinds = wait_until, ranks, kinds
         self.sent: dict[Key, Tensor | None] = {}
 
@@ -91,11 +82,10 @@ class RecordedTransport(Transport):
                     self.contents.sent[key] = x.detach().clone() if self.tensors.has_contents(x) else None
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
-        number = self.program.num_posts
-        if send or receive:
-            self.program.num_posts += 1
-            self.record(Post(number, send, receive))
-        return RecordedMessages(self, number if send or receive else None, receive, out)
+        posted = Post(send, receive) if send or receive else None
+        if posted:
+            self.record(posted)
+        return RecordedMessages(self, posted, out)
 
     def process_group(self, key: ChannelId) -> Any:
         raise Refused(
@@ -122,18 +112,16 @@ class RecordedTransport(Transport):
 class RecordedMessages:
     """Posted messages of a dry run. It keeps no reference to the tensor that is sent."""
 
-    def __init__(
-        self, transport: RecordedTransport, post: int | None, receive: Message | None, out: Tensor | None
-    ):
-        self._transport, self._post, self._receive, self._out = transport, post, receive, out
+    def __init__(self, transport: RecordedTransport, posted: Post | None, out: Tensor | None):
+        self._transport, self._posted, self._out = transport, posted, out
 
     def wait(self) -> Tensor | None:
-        post, receive, out = self._post, self._receive, self._out
-        self._post = self._receive = self._out = None
-        if post is not None:
-            self._transport.record(Completed(post))
-        if receive is not None and out is not None and not out.is_meta:
-            self._transport.receive_contents(receive, out)
+        posted, out = self._posted, self._out
+        self._posted = self._out = None
+        if posted:
+            self._transport.record(Wait(posted))
+            if posted.receive and out is not None and not out.is_meta:
+                self._transport.receive_contents(posted.receive, out)
         return out
 
 
@@ -142,10 +130,9 @@ class RecordedStream:
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
-        self._depth = 0  # number of this stream's operations that run
 
     def inside(self) -> bool:
-        return self._depth > 0
+        return any(operation.channel is self._key for operation in self._transport.running)
 
     def idle(self) -> bool:
         return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
@@ -158,13 +145,11 @@ class RecordedStream:
         number = len(program.operations)
         of.record(Start(number))
         program.operations.append(Recorded(self._key))
-        self._depth += 1
         of.running.append(program.operations[-1])
         try:
             return RecordedHandle(of, number, operation())
         finally:
             of.running.pop()
-            self._depth -= 1
 
     def lane(self) -> str:
         return "main"
@@ -180,7 +165,7 @@ class RecordedHandle:
         return True
 
     def wait(self) -> Any:
-        self._transport.record(Finished(self._number))
+        self._transport.record(Wait(self._number))
         return self._result
 
 
