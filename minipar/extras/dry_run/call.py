@@ -9,12 +9,9 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.ring import gathered_sizes
-from minipar.extras.dry_run.programs import DryPrograms, run_ranks
 from minipar.extras.dry_run.record import Refused
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.support.chunks import check_sizes
-
-MOST_MESSAGES = 20_000
 
 
 class Call(NamedTuple):
@@ -54,16 +51,6 @@ class Call(NamedTuple):
             tensors.forget_contents(x)
         comm.using(self.default or "auto")._collective(self.kind, self.algorithm, False, x, **given)
 
-    def on_fewer(self) -> Call:
-        """Return the same collective on 32 ranks if its size is a power of two, which some algorithms need, else on 24."""
-        p = self.size
-        fewer = 32 if p & (p - 1) == 0 else 24
-        sizes, shape = self.sizes and tuple(self.sizes[i * p // fewer] for i in range(fewer)), self.shape
-        if sizes is not None and self.kind != "all_gather":
-            shape = sum(sizes), *shape[1:]
-        given = tuple((name, value * fewer // p if name == "root" else value) for name, value in self.given)
-        return self._replace(size=fewer, sizes=sizes, shape=shape, given=given)
-
 
 def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, Any]) -> Call:
     """Describe a collective. Raises Refused if the other ranks' arguments do not follow from this rank's."""
@@ -81,24 +68,3 @@ def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, A
     named = tuple((name, given[name]) for name in ("op", "root") if name in given)
     sizes = None if sizes is None else tuple(map(int, sizes))
     return Call(kind, algorithm, comm.default_algorithm, comm.size, shape, x.dtype, named, sizes)
-
-
-class Proven(NamedTuple):
-    """The result of checking a collective: its faults, and the messages and bytes that all its ranks send together.
-
-    whole  whether all its ranks were run, not a smaller group
-    """
-
-    faults: list[str]
-    messages: int
-    sent_bytes: int
-    whole: bool
-
-
-def prove(call: Call, each: int) -> Proven:
-    """Run a collective on all its ranks; on fewer if these, with `each` messages, send more than MOST_MESSAGES."""
-    whole = call.size * each <= MOST_MESSAGES or call.size <= 32
-    run = call if whole else call.on_fewer()
-    done: DryPrograms[None] = run_ranks(run.size, run.run)
-    sent = [message.num_bytes for program in done.programs for message in program.messages()]
-    return Proven(done.faults, len(sent), sum(sent), whole)

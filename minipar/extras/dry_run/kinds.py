@@ -7,7 +7,7 @@ If all ranks of a kind have the same record, the ranks of a mesh can be taken to
 execute one rank of each kind against one rank of every other kind (`matching.py`): if rank i sends to rank i + d, then by
 symmetry rank i - d sends to rank i. Here a collective ends only when all ranks have called it. In a run, a rank may leave a
 collective before all ranks have called it, so a program that ends here also ends in a run. Each distinct collective is
-checked separately (`call.py`).
+run by itself (`call.py`), unless its ranks send more than MOST_MESSAGES.
 
 Only the first and the last rank of each kind are compared. The ranks between them are assumed to have the same record, so
 a fault of one of these alone is not found.
@@ -26,12 +26,14 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.transport.messages import ChannelId, Message
-from minipar.extras.dry_run.call import Call, Proven, call_of, prove
+from minipar.extras.dry_run.call import Call, call_of
 from minipar.extras.dry_run.matching import disagreements
-from minipar.extras.dry_run.programs import RankProgram, T, record
+from minipar.extras.dry_run.programs import DryPrograms, RankProgram, T, record, run_ranks
 from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused, Step, Wait, difference
 from minipar.extras.dry_run.transport import RecordedTransport
 from minipar.mesh import Mesh
+
+MOST_MESSAGES = 40_000
 
 
 class Group(NamedTuple):
@@ -184,7 +186,7 @@ class KindsRun(Generic[T]):
     results      rank -> its result, for the ranks that were run
     kinds        first rank of a kind -> all its ranks
     checked      first rank of a kind -> the last rank, whose record was compared; a kind of one rank has none
-    collectives  each distinct collective call -> how it was checked
+    collectives  each distinct collective call -> the bytes of all messages that its ranks send, if it was run
     messages, sent_bytes   totals over all ranks
     """
 
@@ -194,7 +196,7 @@ class KindsRun(Generic[T]):
     assumed: list[str]
     kinds: dict[int, list[int]]
     checked: dict[int, int]
-    collectives: dict[Call, Proven]
+    collectives: dict[Call, list[int] | None]
     messages: int
     sent_bytes: int
 
@@ -218,28 +220,32 @@ def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> Kind
             )
     firsts = [programs[first] for first in kinds.ranks]
     faults = [*done.faults, *disagreements(firsts)]
-    proven: dict[Call, Proven] = {}
+    collectives: dict[Call, list[int] | None] = {}
     messages = sent_bytes = 0.0
     for first, ranks in kinds.ranks.items():
         sent = [message.num_bytes for message in recorded[first].messages()]
-        totals = [(len(sent), sum(sent))]
+        messages += len(ranks) * len(sent)
+        sent_bytes += len(ranks) * sum(sent)
         for call, own in (
             (of.call, of.sent) for of in recorded[first].operations if of.call and of.call.size > 1
         ):
-            found = proven.get(call) or proven.setdefault(call, prove(call, own[0]))
-            # Of a smaller group it is not known what its ranks send on average.
-            totals.append((found.messages / call.size, found.sent_bytes / call.size) if found.whole else own)
-        messages += len(ranks) * sum(number for number, _ in totals)
-        sent_bytes += len(ranks) * sum(num_bytes for _, num_bytes in totals)
-    faults += [f"{call}: {fault}" for call, result in proven.items() for fault in result.faults]
+            if call not in collectives:
+                collectives[call], wrong = _run_alone(call, own[0])
+                faults += wrong
+            whole = collectives[call]
+            number, num_bytes = own if whole is None else (len(whole) / call.size, sum(whole) / call.size)
+            messages += len(ranks) * number
+            sent_bytes += len(ranks) * num_bytes
     return KindsRun(
-        firsts,
-        done.results,
-        faults,
-        done.assumed,
-        dict(kinds.ranks),
-        kinds.checked,
-        proven,
-        round(messages),
-        round(sent_bytes),
-    )
+        firsts, done.results, faults, done.assumed, dict(kinds.ranks), kinds.checked, collectives,
+        round(messages), round(sent_bytes),
+    )  # fmt: skip
+
+
+def _run_alone(call: Call, each: int) -> tuple[list[int] | None, list[str]]:
+    """Run a collective of which a rank sends `each` messages; return the bytes of all its messages, and its faults."""
+    if call.size * each > MOST_MESSAGES:
+        return None, []
+    alone: DryPrograms[None] = run_ranks(call.size, call.run)
+    sent = [message.num_bytes for program in alone.programs for message in program.messages()]
+    return sent, [f"{call}: {fault}" for fault in alone.faults]

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, zip_longest
+from typing import Any
 
 from minipar.comm.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
 from minipar.comm.transport.messages import ChannelId, Message
@@ -32,10 +33,11 @@ MOST_SENTENCES = 8
 
 def disagreements(programs: Sequence[Program]) -> list[str]:
     """Describe what does not fit, the most helpful sentence first; an empty list if every program runs to its end."""
-    if found := _different_collectives(programs):
+    by_rank = {program.rank: program for program in programs}
+    if found := _different_collectives(by_rank):
         # Skip the other checks: different collectives also send different messages, so they would repeat the finding.
         return found[:MOST_SENTENCES]
-    found = _different_channels(programs)
+    found = _different_channels(by_rank)
     # What ends by the rules of the grouped transport ends by those of the tagged one, too, which forbid less.
     if not found and (of_grouped := Execution(programs, in_order=True).run()):
         of_tagged = Execution(programs, in_order=False).run()
@@ -46,33 +48,39 @@ def disagreements(programs: Sequence[Program]) -> list[str]:
 # Collectives and channels -------------------------------------------------------------------------------------------
 
 
-def _collectives(program: Program) -> dict[ChannelId, list[str]]:
-    """Return the collectives of each channel, described in words, in the order in which this rank starts them."""
-    called: dict[ChannelId, list[str]] = defaultdict(list)
-    for operation in program.operations:
-        if operation.words:
-            called[operation.channel].append(operation.words)
-    return called
+def _first_difference(
+    programs: dict[int, Program], lists: dict[int, list[Any]]
+) -> tuple[int, dict[int, Any]] | None:
+    """Return the first place, from 1, where ranks have different items, and these by rank: None for a list that has ended.
+
+    A program that was cut short says nothing about what it would have done later.
+    """
+    for i, items in enumerate(zip_longest(*lists.values()), start=1):
+        here = {rank: x for rank, x in zip(lists, items) if x is not None or programs[rank].ended}
+        if len(set(here.values())) > 1:
+            return i, here
+    return None
 
 
-def _different_collectives(programs: Sequence[Program]) -> list[str]:
+def _different_collectives(programs: dict[int, Program]) -> list[str]:
     """Name, for each channel, the first collective in which a member differs from most members."""
-    called = {program.rank: _collectives(program) for program in programs}
-    ended = {program.rank: program.ended for program in programs}
+    called: dict[ChannelId, dict[int, list[str]]] = {}
+    for rank, program in programs.items():
+        for operation in program.operations:
+            if operation.words:
+                members = [r for r in operation.channel.ranks if r in programs]
+                lists = called.setdefault(operation.channel, {r: [] for r in members})
+                lists[rank].append(operation.words)
     found = []
-    for channel in sorted({channel for calls in called.values() for channel in calls}):
-        lists = {rank: called[rank][channel] for rank in channel.ranks if rank in called}
-        for i, calls in enumerate(zip_longest(*lists.values()), start=1):
-            # A program that was cut short says nothing about the collectives that it would have called later.
-            here = {r: call for r, call in zip(lists, calls) if call is not None or ended[r]}
-            if len(set(here.values())) <= 1:
-                continue
-            usual, _ = Counter(here.values()).most_common(1)[0]
-            others = [r for r, call in here.items() if call != usual]
-            like = next(r for r, call in here.items() if call == usual)
-            said = "; ".join(f"rank {r} {_calls(here[r])}" for r in others[:3])
-            found.append(f"collective {i} on {channel}: {said}, and rank {like} {_calls(usual)}")
-            break
+    for channel, lists in sorted(called.items()):
+        if different := _first_difference(programs, lists):
+            i, here = different
+            (usual, _), *_ = Counter(here.values()).most_common(1)
+            likes = {call: rank for rank, call in reversed(here.items())}
+            said = [f"rank {rank} {_calls(call)}" for rank, call in here.items() if call != usual]
+            found.append(
+                f"collective {i} on {channel}: {'; '.join(said[:3])}, and rank {likes[usual]} {_calls(usual)}"
+            )
     return found
 
 
@@ -80,24 +88,20 @@ def _calls(collective: str | None) -> str:
     return "calls no more" if collective is None else f"calls {collective}"
 
 
-def _different_channels(programs: Sequence[Program]) -> list[str]:
+def _different_channels(programs: dict[int, Program]) -> list[str]:
     """Name the first pair of ranks that make the channels they share in different orders."""
-    made: dict[int, tuple[ChannelId, ...]] = {}
-    for program in programs:
-        made[program.rank] = tuple(step.channel for step in program.steps() if isinstance(step, Make))
-    cut = {program.rank for program in programs if not program.ended}
-    members = {channel: set(channel.ranks) for channels in made.values() for channel in channels}
+    made = {
+        rank: [step.channel for step in program.steps() if isinstance(step, Make)]
+        for rank, program in programs.items()
+    }
     for a, b in combinations(sorted(made), 2):
-        of_a = [channel for channel in made[a] if b in members[channel]]
-        of_b = [channel for channel in made[b] if a in members[channel]]
-        if {a, b} & cut:
-            of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
-        for i, (x, y) in enumerate(zip_longest(of_a, of_b, fillvalue="none"), start=1):
-            if x != y:
-                return [
-                    f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {x} on "
-                    f"rank {a} and {y} on rank {b}; NCCL would hang"
-                ]
+        shared = {rank: [channel for channel in made[rank] if {a, b} <= {*channel.ranks}] for rank in (a, b)}
+        if different := _first_difference(programs, shared):
+            i, here = different
+            return [
+                f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {here[a]} on "
+                f"rank {a} and {here[b]} on rank {b}; NCCL would hang"
+            ]
     return []
 
 

@@ -18,7 +18,7 @@ from minipar.extras.dry_run.record import Program, Refused, Unknown
 from minipar.extras.dry_run.shapes import KnownShapes
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.extras.dry_run.transport import Contents, RecordedTransport
-from minipar.extras.dry_run.turns import Stuck, Turns
+from minipar.extras.dry_run.turns import Stuck
 
 T = TypeVar("T")
 
@@ -51,9 +51,9 @@ def record(
 
     Raises Refused like `run_ranks`.
     """
-    turns, members, shapes = Turns(), tuple(range(size)), KnownShapes()
+    members, shapes = tuple(range(size)), KnownShapes()
     programs = {rank: Program(rank) for rank in ranks}
-    contents = Contents(turns.wait_until, programs.keys(), kinds)
+    contents = Contents(programs.keys(), kinds)
     results: dict[int, T] = {}
     errors: dict[int, Exception] = {}
     assumed: set[str] = set()
@@ -72,7 +72,7 @@ def record(
             assumed.update(tensors.assumed)
 
     with _no_garbage_collection(), replaced():
-        turns.run(partial(run, own) for own in programs.values())
+        contents.run(partial(run, own) for own in programs.values())
     for _, error in sorted(errors.items()):
         if isinstance(error, Unknown):
             raise Refused(_who_reads(error)) from error

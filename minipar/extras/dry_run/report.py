@@ -63,43 +63,33 @@ def _table(result: DryRun) -> str:
         for axis in ("tp", "pp", "cp", "ep", "dp", "edp")
         if any(r.sent[axis] for r in result.ranks.values())
     ]
-    titles = [
-        "ranks",
-        "parameters",
-        "gradients",
-        "states",
-        "rest",
-        "peak",
-        *(f"over {axis}" for axis in axes),
-        "messages",
-    ]
-    rows = [titles]
+    titles = ["ranks", "parameters", "gradients", "states", "rest", "peak"]
+    rows = [[*titles, *(f"over {axis}" for axis in axes), "messages"]]
     for ranks, first in ranks_alike(result):
-        held = [_bytes(x) for x in first.holding]
-        sent = [_bytes(first.sent[axis]) for axis in axes]
-        rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
-        for row in rows
-    ]
-    return "\n".join(["What a rank holds, and sends in a step:", *lines])
+        figures = map(_bytes, (*first.holding, *(first.sent[axis] for axis in axes)))
+        rows.append([_ranges(ranks), *figures, f"{first.messages:,}"])
+    return "\n".join(["What a rank holds, and sends in a step:", *_aligned(rows)])
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for first, *cells in rows]
 
 
 def _beside_the_planner(result: DryRun) -> str:
     if not result.compared:
         return ""
     ends = sorted({row.pp for row in result.compared} & {0, result.config.pp - 1})
-    whats = list(dict.fromkeys(row.what for row in result.compared))
-    of = {(row.what, row.pp): row for row in result.compared}
-    titles = [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
-    lines = [f"{'Beside the planner:':22}" + "".join(f"{title:>16}" for title in titles)]
-    for what in whats:
-        rows = [of.get((what, pp)) for pp in ends]
-        cells = [
-            cell for row in rows for cell in ((_bytes(row.planned), _bytes(row.found)) if row else ("", ""))
-        ]
-        lines.append(f"{what:22}" + "".join(f"{cell:>16}" for cell in cells))
+    rows = {
+        "": [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
+    }
+    for row in result.compared:
+        if row.pp in ends:
+            cells = rows.setdefault(row.what, [""] * len(rows[""]))
+            at = 2 * ends.index(row.pp)
+            cells[at : at + 2] = _bytes(row.planned), _bytes(row.found)
+    lines = ["Beside the planner:", *_aligned([[what, *cells] for what, cells in rows.items()])]
     if result.not_planned:
         lines.append(f"The planner leaves out {', '.join(result.not_planned)}.")
     return "\n".join(lines)
@@ -116,7 +106,7 @@ def _by_symmetry(result: DryRun) -> str:
         return ""
     firsts, lasts = sorted(of.kinds), sorted(of.checked.values())
     others = result.config.world_size - len(firsts) - len(lasts)
-    whole = sum(found.whole for found in of.collectives.values())
+    alone = sum(sent is not None for sent in of.collectives.values())
     said = [
         f"Of {len(firsts)} kinds of ranks the first was computed ({_ranges(firsts)}), and the last compared with it, "
         f"message by message ({_ranges(lasts)})."
@@ -127,8 +117,8 @@ def _by_symmetry(result: DryRun) -> str:
         "collective in which ranks differ, about a bucket."
         if others
         else "",
-        f"Of {len(of.collectives)} distinct collectives {whole} were run by all ranks of a group, and "
-        f"{len(of.collectives) - whole} by a smaller group than theirs.",
+        f"Of {len(of.collectives)} distinct collectives {alone} were run by themselves, on all ranks of a group; the "
+        "others have too many messages.",
     ]
     return textwrap.fill(" ".join(filter(None, said)), WIDTH)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from minipar.extras.dry_run.tensors import DryTensors
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import Coordinates
 from minipar.support.environment import MAX_RANKS
+from minipar.support.live_bytes import tensors_in
 from minipar.train.data.text import Text, load_data
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
@@ -209,23 +210,14 @@ def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> 
 
 def _holding(state: RankState, tensors: DryTensors) -> Holding:
     parameters = [p for stage in state.stages for p in stage.parameters()]
-    updated = state.optimizer.tensors
-    gradients = [p.grad for p in (*parameters, *updated) if p.grad is not None]
-    masters = [(x, slots) for x, slots in state.optimizer.tensors_and_states()]
-    states = [x for x, _ in masters] + [v for _, slots in masters for v in slots.values()]
-    counted: set[int] = set()
-    p, g, s = (_storage_bytes(group, counted) for group in (parameters, gradients, states))
+    gradients = [p.grad for p in (*parameters, *state.optimizer.tensors)]
+    states = list(state.optimizer.tensors_and_states())
+    owners: dict[int, tuple[int, int]] = {}  # storage -> the first group that has it, and its bytes
+    for group, found in enumerate((parameters, gradients, states)):
+        for x in tensors_in(found):
+            owners.setdefault(x.untyped_storage()._cdata, (group, x.untyped_storage().nbytes()))
+    p, g, s = (sum(num_bytes for of, num_bytes in owners.values() if of == group) for group in range(3))
     return Holding(p, g, s, rest=tensors.now - p - g - s, peak=tensors.peak)
-
-
-def _storage_bytes(tensors: list[Any], counted: set[int]) -> int:
-    """Return the bytes of the tensors' storages, without those already counted."""
-    total = 0
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in counted:
-            counted.add(x.untyped_storage()._cdata)
-            total += x.untyped_storage().nbytes()
-    return total
 
 
 def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:

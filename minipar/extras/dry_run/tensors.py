@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from minipar.extras.dry_run.record import Refused
-from minipar.extras.dry_run.shapes import META, KnownShapes
+from minipar.extras.dry_run.shapes import META, KnownShapes, arguments, written_arguments
 from minipar.support.live_bytes import LiveBytes, tensors_in
 
 aten = torch.ops.aten
@@ -95,16 +95,11 @@ class DryTensors(LiveBytes):
     def _make(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(function, "overloadpacket", None) not in MAKES:
             return function(*args, **kwargs)
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        if kwargs.get("dtype") is None and function.overloadpacket is aten.full:
-            dtype = torch.tensor(args[1]).dtype
-        if kwargs.get("dtype") is None and function.overloadpacket is aten.arange:
-            dtype = torch.tensor(args).dtype
-        if not dtype.is_floating_point:
-            return function(*args, **{**kwargs, "device": torch.device("cpu")})
-        if function.overloadpacket is aten.arange:
-            return function(*args, **{**kwargs, "device": META})
-        return torch.empty(args[0], dtype=dtype, device=META)
+        on_meta = {name: x for name, x in kwargs.items() if name != "generator"} | {"device": META}
+        made = function.overloadpacket(*args, **on_meta)
+        return (
+            made if made.is_floating_point() else function(*args, **{**kwargs, "device": torch.device("cpu")})
+        )
 
     def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Compute only the shapes of an operation's results, since at least one of its inputs has no values."""
@@ -124,13 +119,10 @@ class DryTensors(LiveBytes):
         def without_contents(*args: Any, **kwargs: Any) -> Any:
             new_args, new_kwargs = tree_map(on_meta, (args, kwargs))
             result = function(*new_args, **new_kwargs)
-            arguments = function._schema.arguments
-            given = {argument.name: x for argument, x in zip(arguments, new_args)} | new_kwargs
-            for argument in arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for x in tensors_in(given.get(argument.name)):
-                        if id(x) in standing_in:
-                            self.forget_contents(standing_in[id(x)])
+            given = arguments(function, new_args, new_kwargs)
+            for x in tensors_in([given.get(name) for name in written_arguments(function)]):
+                if id(x) in standing_in:
+                    self.forget_contents(standing_in[id(x)])
             return tree_map(lambda x: standing_in.get(id(x), x), result)
 
         return self._shapes.run(function, without_contents, args, kwargs)

@@ -10,7 +10,7 @@ A rank's program is recorded as steps (`record.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -23,31 +23,30 @@ from minipar.comm.transport.traffic import Traffic
 from minipar.comm.transport.transport import Transport
 from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused, Start, Step, Wait
 from minipar.extras.dry_run.tensors import DryTensors
-from minipar.extras.dry_run.turns import Ready
+from minipar.extras.dry_run.turns import Turns
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]
 
 
-class Contents:
-    """The messages that the ranks have sent: key -> the tensor, or None if it has no values.
+class Contents(Turns):
+    """The messages that ranks have sent, which take turns: key -> the tensor, or None if it has no values.
 
-    wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
     ranks       the ranks that are run; a message from any other one has no values
     kinds       the `Kinds` of the ranks, if only some of each kind are run; else None
     """
 
-    def __init__(self, wait_until: Callable[[Ready], None], ranks: Container[int], kinds: Any):
-        self.wait_until, self.ranks, self.kinds = wait_until, ranks, kinds
+    def __init__(self, ranks: Container[int], kinds: Any):
+        super().__init__()
+        self.ranks, self.kinds = ranks, kinds
         self.sent: dict[Key, Tensor | None] = {}
 
     def take(self, message: Message, rank: int) -> Tensor | None:
         """Return what `rank` receives by this message, once it has been sent."""
-        if message.peer not in self.ranks:
-            return None
         key = message.channel, message.lane, message.peer, rank, message.number
-        self.wait_until(lambda: key in self.sent)
-        return self.sent.pop(key)
+        if message.peer in self.ranks:
+            self.wait_until(lambda: key in self.sent)
+        return self.sent.pop(key, None)
 
 
 class RecordedTransport(Transport):
@@ -170,12 +169,10 @@ class RecordedHandle:
 
 
 class RecordedChannel(Channel):
-    """A channel whose scratch buffers for floats are on the meta device."""
+    """A channel whose scratch buffers are tensors of their own, so that those for floats have no values."""
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
-        if not dtype.is_floating_point:
-            return super().scratch(num_elems, dtype, use)
         view = self._views.get(use)
         if view is None or view.numel() < num_elems or view.dtype != dtype:
-            self._views[use] = torch.empty(num_elems, dtype=dtype, device="meta")
+            self._views[use] = torch.empty(num_elems, dtype=dtype)
         return self._views[use][:num_elems]
