@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,8 +154,10 @@ class KindComm(Comm):
             result = super()._collective(kind, algorithm, async_op, x, **given)
         finally:
             for of in operations[number : number + 1]:  # none if an earlier result is returned again
-                sent = [step.send.num_bytes for step in of.steps if isinstance(step, Post) and step.send]
-                of.call, of.sent = call, (len(sent), sum(sent))
+                of.call, of.num_sent = (
+                    call,
+                    sum(isinstance(step, Post) and bool(step.send) for step in of.steps),
+                )
                 of.steps.clear()
         if whole and kind == "all_gather" and isinstance(result, Tensor):
             return self._all_kinds(transport, own, result)
@@ -179,26 +181,23 @@ class KindComm(Comm):
 
 
 @dataclass
-class KindsRun(Generic[T]):
-    """The result of `run_kinds`.
+class KindsRun(DryPrograms[T]):
+    """The result of `run_kinds`: the programs are those of the first rank of each kind, the results those of all that ran.
 
-    programs     the record of the first rank of each kind
-    results      rank -> its result, for the ranks that were run
     kinds        first rank of a kind -> all its ranks
     checked      first rank of a kind -> the last rank, whose record was compared; a kind of one rank has none
-    collectives  each distinct collective call -> the bytes of all messages that its ranks send, if it was run
-    messages, sent_bytes   totals over all ranks
+    collectives  each distinct collective call -> the messages that all its ranks send, or None if it was not run by itself
+    messages     their number over all ranks
     """
 
-    programs: list[Program]
-    results: dict[int, T]
-    faults: list[str]
-    assumed: list[str]
     kinds: dict[int, list[int]]
     checked: dict[int, int]
-    collectives: dict[Call, list[int] | None]
+    collectives: dict[Call, int | None]
     messages: int
-    sent_bytes: int
+
+    @property
+    def num_messages(self) -> int:
+        return self.messages
 
 
 def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> KindsRun[T]:
@@ -220,32 +219,27 @@ def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> Kind
             )
     firsts = [programs[first] for first in kinds.ranks]
     faults = [*done.faults, *disagreements(firsts)]
-    collectives: dict[Call, list[int] | None] = {}
-    messages = sent_bytes = 0.0
+    collectives: dict[Call, int | None] = {}
+    messages = 0.0
     for first, ranks in kinds.ranks.items():
-        sent = [message.num_bytes for message in recorded[first].messages()]
-        messages += len(ranks) * len(sent)
-        sent_bytes += len(ranks) * sum(sent)
-        for call, own in (
-            (of.call, of.sent) for of in recorded[first].operations if of.call and of.call.size > 1
-        ):
-            if call not in collectives:
-                collectives[call], wrong = _run_alone(call, own[0])
-                faults += wrong
-            whole = collectives[call]
-            number, num_bytes = own if whole is None else (len(whole) / call.size, sum(whole) / call.size)
-            messages += len(ranks) * number
-            sent_bytes += len(ranks) * num_bytes
+        messages += len(ranks) * sum(1 for _ in recorded[first].messages())
+        for of in recorded[first].operations:
+            if of.call and of.call not in collectives and of.call.size > 1:
+                collectives[of.call] = None
+                if of.call.size * of.num_sent <= MOST_MESSAGES:
+                    alone: DryPrograms[None] = run_ranks(of.call.size, of.call.run)
+                    collectives[of.call] = alone.num_messages
+                    faults += [f"{of.call}: {fault}" for fault in alone.faults]
+            if of.call in collectives:
+                sent = collectives[of.call]
+                messages += len(ranks) * (of.num_sent if sent is None else sent / of.call.size)
     return KindsRun(
-        firsts, done.results, faults, done.assumed, dict(kinds.ranks), kinds.checked, collectives,
-        round(messages), round(sent_bytes),
-    )  # fmt: skip
-
-
-def _run_alone(call: Call, each: int) -> tuple[list[int] | None, list[str]]:
-    """Run a collective of which a rank sends `each` messages; return the bytes of all its messages, and its faults."""
-    if call.size * each > MOST_MESSAGES:
-        return None, []
-    alone: DryPrograms[None] = run_ranks(call.size, call.run)
-    sent = [message.num_bytes for program in alone.programs for message in program.messages()]
-    return sent, [f"{call}: {fault}" for fault in alone.faults]
+        firsts,
+        done.results,
+        faults,
+        done.assumed,
+        dict(kinds.ranks),
+        kinds.checked,
+        collectives,
+        round(messages),
+    )

@@ -6,10 +6,11 @@ import gc
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from minipar.comm import Comm
 from minipar.extras.dry_run.matching import disagreements
@@ -26,13 +27,18 @@ T = TypeVar("T")
 RankProgram = Callable[[Comm, DryTensors], T]
 
 
-class DryPrograms(NamedTuple, Generic[T]):
+@dataclass
+class DryPrograms(Generic[T]):
     """Recorded programs, the results of those that ended by rank, and the faults and assumptions in words."""
 
     programs: list[Program]
     results: dict[int, T]
     faults: list[str]
     assumed: list[str]
+
+    @property
+    def num_messages(self) -> int:
+        return sum(1 for program in self.programs for _ in program.messages())
 
 
 def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
@@ -41,7 +47,8 @@ def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
     Raises Refused if a program reads tensor values that only a real run has.
     """
     done = record(size, range(size), program)
-    return done._replace(faults=[*done.faults, *disagreements(done.programs)])
+    done.faults += disagreements(done.programs)
+    return done
 
 
 def record(

@@ -66,7 +66,7 @@ class Recorded:
     signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
     shape      the shape of the tensor
     call       in a dry run by kind, the collective with all its arguments (`call.py`)
-    sent       its messages and their bytes, if they are no longer among the steps
+    num_sent   the number of messages sent, if they are no longer among the steps
     """
 
     channel: ChannelId
@@ -74,7 +74,7 @@ class Recorded:
     signature: str = ""
     shape: tuple[int, ...] | None = None
     call: Any = None
-    sent: tuple[int, int] = 0, 0
+    num_sent: int = 0
 
     @property
     def words(self) -> str:

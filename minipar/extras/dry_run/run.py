@@ -24,7 +24,7 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
 from minipar.extras.dry_run.kinds import KindsRun, run_kinds
-from minipar.extras.dry_run.programs import run_ranks
+from minipar.extras.dry_run.programs import DryPrograms, run_ranks
 from minipar.extras.dry_run.record import Program
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.mesh import Mesh
@@ -90,6 +90,7 @@ class DryRun:
     not_planned  options that the planner's formulas leave out
     memory_bytes a device's memory, or None
     by_kind      the details of a run by kind, or None
+    num_messages the number of messages that all ranks send
     """
 
     config: TrainConfig
@@ -101,13 +102,7 @@ class DryRun:
     not_planned: list[str]
     memory_bytes: float | None = None
     by_kind: KindsRun[DryRank] | None = None
-
-    @property
-    def num_messages(self) -> int:
-        """The number of messages that all ranks send."""
-        if self.by_kind is not None:
-            return self.by_kind.messages
-        return sum(1 for program in self.programs for _ in program.messages())
+    num_messages: int = 0
 
     @property
     def over_memory(self) -> list[int]:
@@ -136,24 +131,26 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
         raise ValueError("layer_costs=measured times layers, and a dry run computes nothing; leave it out")
     text, _ = load_data(config)
     program = partial(_rank, config, text)
-    kinds = None
+    kinds: KindsRun[DryRank] | None = None
+    done: DryPrograms[DryRank]
     if config.world_size > MAX_RANKS if by_kind is None else by_kind:
         mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
-        kinds = run_kinds(mesh, alike_axes(config), program)
-        programs, faults, assumed = kinds.programs, kinds.faults, kinds.assumed
+        done = kinds = run_kinds(mesh, alike_axes(config), program)
         ranks = _of_all(mesh, kinds)
     else:
-        programs, ranks, faults, assumed = run_ranks(config.world_size, program)
+        done = run_ranks(config.world_size, program)
+        ranks = done.results
     return DryRun(
         config,
         ranks,
-        programs,
-        faults,
-        [*assumed, *_left_out(config)],
-        [] if faults else compare(config, ranks),
+        done.programs,
+        done.faults,
+        [*done.assumed, *_left_out(config)],
+        [] if done.faults else compare(config, ranks),
         not_weighed(config),
         None if memory_gb is None else memory_gb * 1e9,
         kinds,
+        done.num_messages,
     )
 
 

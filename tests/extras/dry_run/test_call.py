@@ -17,8 +17,7 @@ def run():
 
 
 def test_a_collective_is_run_by_all_its_ranks():
-    (sent,) = run().collectives.values()
-    assert sent == [65 * 4] * 14
+    assert list(run().collectives.values()) == [14]
 
 
 def test_a_collective_of_too_many_messages_is_not_run(monkeypatch):
