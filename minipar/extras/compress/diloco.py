@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.data_parallel.arguments import CommOf, ParamGroup
@@ -47,9 +48,11 @@ class DiLoCo:
         self.warmup, self.reduces_warmup = warmup, reduces_warmup
         self.num_steps = 0
         self.plain = Averages(PlainMean, comm)
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.agreed = [p.detach().clone() for p in self.params]
-        self.velocity = [torch.zeros_like(x) for x in self.agreed] if momentum else []
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.agreed: dict[Tensor, Tensor] = {p: p.detach().clone() for p in params}
+        self.state = {
+            p: {"velocity": torch.zeros_like(x)} if momentum else {} for p, x in self.agreed.items()
+        }
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -64,13 +67,13 @@ class DiLoCo:
         self.num_steps += 1
         warm = self.num_steps <= self.warmup
         if warm and self.reduces_warmup:
-            grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.params}
+            grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.agreed}
             for param, grad in self.plain.means(grads).items():
                 param.grad = grad
         with torch.enable_grad():
             self.optimizer.step()
         if warm:
-            for agreed, param in zip(self.agreed, self.params):
+            for param, agreed in self.agreed.items():
                 agreed.copy_(param)
         if warm or self.num_steps % self.every:
             return warm
@@ -78,20 +81,24 @@ class DiLoCo:
         return True
 
     def _agree(self) -> None:
-        outer = self.plain.means({p: a - p for a, p in zip(self.agreed, self.params)})
-        for i, (param, agreed) in enumerate(zip(self.params, self.agreed)):
+        outer = self.plain.means({p: agreed - p for p, agreed in self.agreed.items()})
+        for param, agreed in self.agreed.items():
             d = outer[param]
             if self.momentum:
-                self.velocity[i].mul_(self.momentum).add_(d)
-                d = d + self.momentum * self.velocity[i]
+                velocity = self.state[param]["velocity"].mul_(self.momentum).add_(d)
+                d = d + self.momentum * velocity
             param.copy_(agreed.sub_(d, alpha=self.outer_lr))
 
     def state_dict(self) -> dict[str, Any]:
-        outer = {"agreed": self.agreed, "velocity": self.velocity, "num_steps": self.num_steps}
-        return {"inner": self.optimizer.state_dict(), **outer}
+        return {"inner": self.optimizer.state_dict(), **self._outer(), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["inner"])
         self.num_steps = state["num_steps"]
-        for own, saved in zip([*self.agreed, *self.velocity], [*state["agreed"], *state["velocity"]]):
-            own.copy_(saved)
+        for name, tensors in self._outer().items():
+            for own, saved in zip(tensors, state[name]):
+                own.copy_(saved)
+
+    def _outer(self) -> dict[str, list[Tensor]]:
+        velocity = [x for own in self.state.values() for x in own.values()]
+        return {"agreed": [*self.agreed.values()], "velocity": velocity}

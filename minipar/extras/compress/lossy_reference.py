@@ -402,7 +402,8 @@ def _norm(gradients: list[Held]) -> float:
 
 def lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
     """Compare each step of a run with compression with one process that starts from the run's own weights."""
-    return run(_rows, config, text, seen, world_size=1)[0]
+    rows: list[Row] = run(_rows, config, text, seen, world_size=1)[0]
+    return rows
 
 
 def _rows(world: Comm, config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:

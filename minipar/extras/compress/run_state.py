@@ -141,8 +141,8 @@ class Compressed(Averaging):
             for comm, states in by_comm.items():
                 compressors.of(comm).load(states)
         if isinstance(state.optimizer, LocalOptimizer):
-            moments, params = ("exp_avg", "exp_avg_sq"), state.optimizer.outer.params
-            own = {p: _read(checkpoint, moments, p, comm_of(p)) for p in params}
+            moments = "exp_avg", "exp_avg_sq"
+            own = {p: _read(checkpoint, moments, p, comm_of(p)) for p in state.optimizer.outer.agreed}
             state.optimizer.resume(checkpoint.step, own)
 
 
@@ -223,15 +223,12 @@ class LocalOptimizer(TorchOptimizerAdapter):
     def __init__(self, optimizer: DiLoCo):
         super().__init__(optimizer)  # type: ignore[arg-type]  # no torch Optimizer, but with all that the adapter uses
         self.outer = optimizer
-        self.shared: dict[Tensor, dict[str, Tensor]] = {p: {} for p in optimizer.params}
-        for param, velocity in zip(optimizer.params, optimizer.velocity):
-            self.shared[param]["velocity"] = velocity
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        return iter(self.shared.items())
+        return iter(self.outer.state.items())
 
     def own_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for param in self.outer.params:
+        for param in self.outer.agreed:
             state = self.outer.optimizer.state.get(param, {})
             yield param, {name: x for name, x in state.items() if x.dim()}
 
@@ -240,10 +237,8 @@ class LocalOptimizer(TorchOptimizerAdapter):
         """Continue from the restored weights and states of step `step`, at which all ranks' weights were equal."""
         outer = self.outer
         outer.num_steps = step
-        for i, (param, shared) in enumerate(self.shared.items()):
-            outer.agreed[i].copy_(param)
-            if outer.momentum and "velocity" in shared:
-                outer.velocity[i].copy_(shared["velocity"])
+        for param, agreed in outer.agreed.items():
+            agreed.copy_(param)
             if own[param]:
                 outer.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
 
