@@ -183,16 +183,18 @@ OWN_FORMS = ClosedForms()
 @cache
 def forms_of(schedule: str) -> ClosedForms:
     """Import and return the formulas of a schedule. Raises ValueError for a schedule that is unknown or not planned."""
-    choice = SCHEDULES[schedule]
-    if not choice.closed_forms:
+    if schedule in SCHEDULES.own:
+        return OWN_FORMS
+    place = SCHEDULES[schedule].closed_forms
+    if not place:
         raise ValueError(f"schedule={schedule} {_no_forms()}")
-    module, _, name = choice.closed_forms.partition(":")
+    module, _, name = place.partition(":")
     return cast(ClosedForms, getattr(import_module(module), name))
 
 
 def planned() -> tuple[str, ...]:
     """Return the schedules that have closed forms: the library's own, and those of the installed extras."""
-    return tuple(name for name, choice in SCHEDULES.usable().items() if choice.closed_forms)
+    return tuple(name for name, c in SCHEDULES.usable().items() if name in SCHEDULES.own or c.closed_forms)
 
 
 def _no_forms() -> str:

@@ -24,7 +24,7 @@ class ScheduleChoice(Choice):
     chunks        stages per rank; None: any number, 2 if not given
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
     pipeline      "module:name" of the `Pipeline` that runs it
-    closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it has none
+    closed_forms  "module:name" of an extra's formulas for the planner, a `minipar.cost.stages.ClosedForms`; "": none
     """
 
     def __init__(
@@ -58,33 +58,24 @@ def _search(p: int, m: int, costs: Costs | None = None, memory_limit: float | No
     return zb_auto(p, m, costs or Costs(), 2 * p if memory_limit is None else memory_limit)
 
 
-OWN_FORMS = "minipar.cost.stages:OWN_FORMS"
 SCHEDULES: Kind[ScheduleChoice] = Kind(
     "schedule",
     {
-        "gpipe": ScheduleChoice(gpipe, closed_forms=OWN_FORMS, help="all forwards, then all backwards"),
+        "gpipe": ScheduleChoice(gpipe, help="all forwards, then all backwards"),
         "breadth-first": ScheduleChoice(
             breadth_first,
             None,
-            closed_forms=OWN_FORMS,
             help="gpipe with several chunks per rank, one chunk after another",
         ),
-        "1f1b": ScheduleChoice(one_f_one_b, closed_forms=OWN_FORMS, help="one forward, one backward"),
-        "interleaved": ScheduleChoice(
-            interleaved, None, closed_forms=OWN_FORMS, help="1f1b with several chunks per rank"
-        ),
-        "zb-h1": ScheduleChoice(zb_h1, closed_forms=OWN_FORMS, help="zero bubble, with 1f1b's memory"),
-        "zb-h2": ScheduleChoice(zb_h2, closed_forms=OWN_FORMS, help="zero bubble, with twice the memory"),
-        "zb-v": ScheduleChoice(
-            zb_v, 2, v_shaped=True, closed_forms=OWN_FORMS, help="zero bubble, stages placed in a V"
-        ),
-        "dualpipe-v": ScheduleChoice(
-            dualpipe_v, 2, v_shaped=True, closed_forms=OWN_FORMS, help="DualPipe folded into a V"
-        ),
+        "1f1b": ScheduleChoice(one_f_one_b, help="one forward, one backward"),
+        "interleaved": ScheduleChoice(interleaved, None, help="1f1b with several chunks per rank"),
+        "zb-h1": ScheduleChoice(zb_h1, help="zero bubble, with 1f1b's memory"),
+        "zb-h2": ScheduleChoice(zb_h2, help="zero bubble, with twice the memory"),
+        "zb-v": ScheduleChoice(zb_v, 2, v_shaped=True, help="zero bubble, stages placed in a V"),
+        "dualpipe-v": ScheduleChoice(dualpipe_v, 2, v_shaped=True, help="DualPipe folded into a V"),
         "zb-auto": ScheduleChoice(
             _search,
             takes=("costs", "memory_limit"),
-            closed_forms=OWN_FORMS,
             help="a zero-bubble schedule found by search",
         ),
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minipar.config.choices import CHOSEN
 from minipar.config.train_config import TrainConfig
 from minipar.cost import Implementation, Job, Layout, Machine, ModelShape
-from minipar.cost.stages import enough_microbatches
+from minipar.cost.stages import enough_microbatches, planned
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
 # Options that change time or bytes but are in no formula, with their defaults. Options whose values are choices (such as
@@ -54,7 +54,7 @@ def _planned_order(config: TrainConfig) -> tuple[str, int]:
     A schedule without closed formulas, or with too few microbatches, is predicted as 1F1B.
     """
     name = config.choice("schedule").priced_as(config)
-    if not SCHEDULES[name].closed_forms or not enough_microbatches(name, config.pp, config.microbatches):
+    if name not in planned() or not enough_microbatches(name, config.pp, config.microbatches):
         return "1f1b", 1
     return name, chunks_per_rank(name, config.chunks if SCHEDULES[name].chunks is None else None)
 

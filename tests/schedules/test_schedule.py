@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
-from minipar.schedules.registry import OWN_FORMS, SCHEDULES, chunks_per_rank, make_schedule
+from minipar.schedules.registry import chunks_per_rank, make_schedule
 from minipar.schedules.schedule import Action, needs
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.validate import validate
@@ -114,7 +114,3 @@ def test_chunks_per_rank_is_what_the_schedule_has(schedule):
     asked = v if schedule.name in LOOPED else None
     assert all(len(schedule.stages_of(rank)) == v for rank in range(schedule.num_ranks))
     assert chunks_per_rank(schedule.name, asked) == v
-
-
-def test_the_planner_has_formulas_for_each_schedule_that_is_no_extra():
-    assert {choice.closed_forms for choice in SCHEDULES.own.values()} == {OWN_FORMS}
