@@ -56,13 +56,13 @@ def test_what_is_alive_is_counted_action_by_action(schedule, data):
         assert most_alive(kept, waiting, rank, p, m) == most
 
 
-def kept_bytes(world, config, schedule, sizes, batch, how) -> int:
+def kept_bytes(world, config, schedule, batch, how) -> int:
     """The most bytes that a stage keeps between its actions, without messages and gradients of weights."""
     (part,) = own_stages(Transformer(config, dtype=torch.float32), schedule, world.rank)
     recompute(part, how)
     for parameter in part.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    pipeline = SlicedPipeline([part], world, replace(schedule, sizes=tuple(sizes)))
+    pipeline = SlicedPipeline([part], world, schedule)
     (stage,) = pipeline.stages.values()
     memory, most = LiveBytes(), 0
     gc.freeze()  # so that only what the step leaves is searched for cycles
@@ -108,11 +108,9 @@ def test_ranks_keep_the_bytes_of_slices_that_were_predicted(attention, how, off)
     job = Job(
         ModelShape.of(config), H100, 3, 64, m * b, "float32", Implementation(kind, sequence_parallel=False)
     )
-    sizes, layout = (
-        sizes_of(job, 1, s),
-        Layout(pp=3, schedule="seq1f1b", slices=s, microbatch=b, recompute=how),
-    )
-    program = config, seq1f1b(3, m, s), sizes, make_batch(config, m * b), how
+    layout = Layout(pp=3, schedule="seq1f1b", slices=s, microbatch=b, recompute=how)
+    sizes = sizes_of(job, 1, s)
+    program = config, seq1f1b(3, m, s, sizes), make_batch(config, m * b), how
     counted = minipar.run(kept_bytes, *program, world_size=3)
     for rank in (0, 1):
         predicted = rank_memory(job, layout, rank)["activations"]
