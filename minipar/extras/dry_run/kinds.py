@@ -132,9 +132,7 @@ class Kinds:
         program = Program(self.first[own.rank], [step(of) for of in own.main], ended=own.ended)
         for of in own.operations:
             steps = meeting(of) if of.call else [step(one) for one in of.steps]
-            program.operations.append(
-                Recorded(self.named(of.channel), steps, of.signature, of.shape, of.call)
-            )
+            program.operations.append(Recorded(self.named(of.channel), steps, of.words, of.call))
         return program
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.extras.dry_run.assumed import ASSUMED, Assumption
 from minipar.extras.dry_run.record import Unknown
 from minipar.extras.dry_run.tensors import DryTensors
@@ -93,8 +94,8 @@ def _collective(
     tensors: DryTensors, method: Any, comm: Any, kind: str, signature: str, shape: Any, operation: Any
 ) -> Any:
     """Run a collective, and describe it in the record of its operation."""
-    recorded = comm._transport.running[-1]
-    recorded.signature, recorded.shape = signature, shape and tuple(shape)
+    of_shape = f" of {list(shape)}" if shape is not None and kind in OF_ONE_SHAPE else ""
+    comm._transport.running[-1].words = signature + of_shape
     return method(comm, kind, signature, shape, operation)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import ChannelId, Message
 
 
@@ -61,30 +60,19 @@ Step = Make | Post | Start | Wait
 
 @dataclass
 class Recorded:
-    """An operation of a stream: its steps and, if it is a collective, its signature and shape.
+    """An operation of a stream: its steps, and what it is.
 
-    signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
-    shape      the shape of the tensor
-    call       in a dry run by kind, the collective with all its arguments (`call.py`)
-    num_sent   the number of messages sent, if they are no longer among the steps
+    words     the collective on which all members of the channel must agree, with its shape unless ranks may have different
+              ones: "all_reduce sum of [8]"; "" for a point-to-point message
+    call      in a dry run by kind, the collective with all its arguments (`call.py`)
+    num_sent  the number of messages sent, if they are no longer among the steps
     """
 
     channel: ChannelId
     steps: list[Step] = field(default_factory=list)
-    signature: str = ""
-    shape: tuple[int, ...] | None = None
+    words: str = ""
     call: Any = None
     num_sent: int = 0
-
-    @property
-    def words(self) -> str:
-        """The description on which all members of the channel must agree; "" for a point-to-point message.
-
-        It has the shape, as in "all_reduce sum of [8]", unless ranks may have different ones.
-        """
-        if self.shape is None or self.signature.split(" ")[0] not in OF_ONE_SHAPE:
-            return self.signature
-        return f"{self.signature} of {list(self.shape)}"
 
 
 @dataclass

@@ -159,14 +159,10 @@ def alike_axes(config: TrainConfig) -> list[str]:
 
     Along cp, ranks have different parts of the causal mask, so that they hold different bytes.
     """
-    different = {
-        "tp": config.tp_layout != "1d",  # in a grid, some ranks exchange their blocks and others do not
-        "dp": config.dp_speeds is not None
-        or config.optimizer != "adamw"
-        or config.compress != "none"
-        or config.dispatch != "all-to-all",
-    }
-    return [axis for axis, differs in different.items() if not differs]
+    # In a grid of tp, some ranks exchange their blocks and others do not.
+    plain = config.optimizer, config.compress, config.dispatch, config.dp_speeds
+    alike = {"dp": plain == ("adamw", "none", "all-to-all", None), "tp": config.tp_layout == "1d"}
+    return [axis for axis, same in alike.items() if same]
 
 
 def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
@@ -228,12 +224,9 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
         rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)
         memory, held = rank_memory(job, layout, pp), rank.holding
         total = sum(memory.values()) - memory["context"]  # no CUDA context in a dry run
-        found += [
-            Comparison(pp, "parameters", memory["parameters"], held.parameters),
-            Comparison(pp, "gradients", memory["gradients"], held.gradients),
-            Comparison(pp, "optimizer state", memory["optimizer state"], held.states),
-            Comparison(pp, "peak", total, held.peak),
-        ]
+        figures = zip(("parameters", "gradients", "optimizer state"), held)
+        found += [Comparison(pp, what, memory[what], num_bytes) for what, num_bytes in figures]
+        found.append(Comparison(pp, "peak", total, held.peak))
         for axis, sent in step_traffic(job, layout, pp).items():
             if sent.total or rank.sent[axis]:
                 found.append(Comparison(pp, f"sent over {axis}", sent.total, rank.sent[axis]))

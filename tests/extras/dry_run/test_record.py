@@ -15,13 +15,11 @@ def program(steps=STEPS, operations=(), ended=True):
 
 
 def called(shape):
-    return Recorded(WORLD, [], "all_reduce sum", shape)
+    return Recorded(WORLD, [], f"all_reduce sum of {list(shape)}")
 
 
 def test_equal_records_do_not_differ():
     assert difference(program(), program()) == ""
-    gathers = [Recorded(WORLD, [], "all_gather", shape) for shape in ((2,), (3,))]
-    assert difference(program(operations=gathers[:1]), program(operations=gathers[1:])) == ""
 
 
 @pytest.mark.parametrize(
