@@ -7,6 +7,5 @@ from minipar.schedules.registry import DRAWN, SCHEDULES
 CHOICES = SCHEDULES.usable()
 LOOPED = tuple(name for name, choice in CHOICES.items() if choice.chunks is None)
 SLICED = tuple(name for name, choice in CHOICES.items() if choice.sliced)
-V_SHAPED = tuple(name for name, choice in CHOICES.items() if choice.v_shaped)
 TWO_WAYS = tuple(name for name in DRAWN.usable() if name in ("chimera", "dualpipe"))
 WHOLE_SAMPLES = tuple(name for name in CHOICES if name not in SLICED)
