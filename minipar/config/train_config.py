@@ -328,11 +328,14 @@ class TrainConfig:
         check(View(view), DATA + BATCH)
         # Where a schedule is impossible, this raises ValueError.
         orders = [schedule_of(self, rank) for rank in range(self.dp)]
-        for name in CHOSEN:  # that of tp before the rules of a run, which divide by it
-            self.choice(name).check(self)
-        heads = self.choice("tp_layout").ranks_of_heads(self)
+        layout = self.choice("tp_layout")
+        layout.check(self)  # before the rules of a run, which divide by tp
+        heads = layout.ranks_of_heads(self)
         view |= {"order": orders[0], "num_stages": orders[0].num_stages, "ranks_of_heads": heads}
         check(View(view), RUN)
+        for name in CHOSEN:
+            if name != "tp_layout":
+                self.choice(name).check(self)
 
     def _require(self, name: str, good: bool, works: str) -> None:
         if not good:

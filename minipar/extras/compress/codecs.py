@@ -6,7 +6,7 @@ A codec is contractive if |x - decode(encode(x))|^2 <= (1 - delta) |x|^2 with de
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
 
@@ -98,7 +98,7 @@ class EightBits:
 class Int8(EightBits):
     """Whole numbers up to 127. The error is at most scale / 2."""
 
-    kind: str = "int8"
+    kind: str = field(default="int8", kw_only=True)
 
 
 @dataclass(frozen=True)

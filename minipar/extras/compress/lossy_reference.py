@@ -208,7 +208,7 @@ class Replay:
             how: dict[str, Any] = {"num_groups": groups, "sample_ids": ids}
             loss, own = gradients_at(self.model, weights, part, step, **how)
             limits = dict.fromkeys((*own, "loss"), TOLERANCE.get(config.dtype, 0.0))
-            if self.exact is not None:
+            if self.exact is not None and replicas == 1:
                 copies = {name: p.detach() for name, p in self.model.named_parameters()}
                 limits = allowed(config, (loss, own), gradients_at(self.exact, copies, part, step, **how))
             total += loss

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minipar.extras.compress.codecs import require_finite
-from minipar.extras.compress.plain_mean import State, Tensors, cut, fused
+from minipar.extras.compress.plain_mean import State, Tensors, cut, fused, widened
 
 
 class Residuals:
@@ -30,7 +30,7 @@ class Residuals:
         """
         wanted: list[Tensor] = []
         used: Counter[Any] = Counter()
-        nothing = fused(next(part for part in parts if part))[:0]
+        nothing = widened(next(x for part in parts for x in part.values()).flatten()[:0])
         for part in parts:
             x, left = fused(part) if part else nothing, [nothing]
             require_finite(x, "a gradient")
