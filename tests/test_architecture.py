@@ -385,7 +385,7 @@ def override_faults(source: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sources(*(f"minipar/{name}" for name in STRATEGIES)), ids=str)
-def test_strategies_assign_to_the_model_what_it_declares_and_nothing_else(path):
+def test_strategies_assign_only_what_the_model_declares(path):
     assert override_faults((ROOT / path).read_text(), str(path)) == []
 
 

@@ -45,7 +45,7 @@ AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
 
 @examples(3)
 @given(sizes=mesh_sizes(max_ranks=6), data=st.data())
-def test_collectives_along_every_axis_of_any_mesh_are_right_by_nccls_rules(sizes, data):
+def test_collectives_on_all_mesh_axes_are_right_by_nccls_rules(sizes, data):
     calls = {size: data.draw(st.lists(cases(size), min_size=2, max_size=4)) for size in range(1, 7)}
 
     def wrong(world):

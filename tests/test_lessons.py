@@ -186,7 +186,7 @@ def test_a_lesson_keeps_to_the_template(path):
     assert faults(path.name[:2], cells_of(path)) == []
 
 
-def test_lessons_are_numbered_without_a_gap_and_the_index_names_each_once_in_order():
+def test_lesson_numbers_have_no_gap_and_the_index_is_in_order():
     assert [int(number) for number in NUMBERS] == list(range(len(NUMBERS)))
     index = (FOLDER / "README.md").read_text()
     assert re.findall(r"\]\((\d\d_\w+\.ipynb)\)", index) == [path.name for path in LESSONS]

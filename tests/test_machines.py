@@ -104,7 +104,7 @@ def test_an_all_reduce_takes_over_the_link_what_its_formula_says(counted, algori
 
 
 @pytest.mark.thorough
-def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_bytes(counted):
+def test_a_hierarchical_all_reduce_saves_a_third_of_link_bytes(counted):
     for host in hosts_of(counted):
         ratio = host["hierarchical"]["bytes"] / host["ring"]["bytes"]
         assert ratio == pytest.approx(2 / 3, abs=0.05)
@@ -114,7 +114,7 @@ def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_b
 
 
 @pytest.mark.thorough
-def test_tp_inside_a_host_leaves_the_link_to_the_gradients_and_tp_across_costs_its_formula(counted):
+def test_tp_inside_a_host_leaves_the_link_to_gradients(counted):
     """The same mesh, model and batch: only which ranks are neighbours differs."""
     sent = sent_bytes(CONFIG, CONFIG.mesh_sizes)
     tp, gradients = sent["tp"], sent["dp"]

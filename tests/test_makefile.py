@@ -198,7 +198,7 @@ def test_the_line_of_pip_that_has_the_cause_is_told(checkout, said, cause):
     assert make(checkout)[1] == [f"make needs a package index, by network: pip says {cause}"]
 
 
-def test_an_update_that_fails_keeps_the_environment_and_is_tried_again(checkout):
+def test_a_failed_update_keeps_the_environment_and_is_retried(checkout):
     assert make(checkout)[0] == 0
     marker = checkout / ".venv/installed"
     os.utime(marker, (0, 0))  # older than pyproject.toml

@@ -56,7 +56,7 @@ def test_a_statement_is_deleted_or_loses_a_keyword():
     }  # fmt: skip
 
 
-def test_a_larger_sample_begins_with_the_smaller_and_has_each_place_once():
+def test_a_larger_sample_extends_a_smaller_one_without_repeats():
     mutants = list(mutants_of("f.py", SOURCE))
     assert draw(mutants, 3, seed=1) == draw(mutants, 100, seed=1)[:3]
     places = [mutant.start for mutant in draw(mutants, 100, seed=1)]

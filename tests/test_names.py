@@ -136,7 +136,7 @@ def test_a_cell_of_another_framework_is_a_dash_or_names(framework):
     assert [row[framework] for row in TABLES if framework in row and not CELL.fullmatch(row[framework])] == []
 
 
-def test_every_name_of_another_framework_was_seen_and_every_row_is_used():
+def test_every_foreign_name_was_seen_and_every_row_is_used():
     assert unlike(NAMES.read_text(), WHERE) == set()
 
 

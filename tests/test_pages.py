@@ -195,7 +195,7 @@ def test_the_speed_that_readme_tells_is_in_the_table():
         assert row.split("|")[4].strip() == ratio, row
 
 
-def test_the_meshes_that_readme_counts_are_all_that_the_sweep_verifies():
+def test_readme_counts_exactly_the_meshes_the_sweep_verifies():
     (number,) = re.findall(r"--world-size 8` compares each of the (\d+) legal", TEXTS["README.md"])
     assert int(number) == len(configs_to_verify(VERIFY_DEFAULTS, 8))
 

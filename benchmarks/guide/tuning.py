@@ -113,11 +113,11 @@ def _spans(world: Any, setting: Setting) -> list[Span]:
 
     from minipar.comm.transport.stream import Pending
     from minipar.data_parallel import DDP
-    from minipar.data_parallel.reductions import Reduction
+    from minipar.data_parallel.reductions import BucketReduction
     from minipar.pipeline.emulate import EmulatedStage
     from minipar.train.data.prefetch import prefetch_batches
 
-    def sleeping_link(bucket: Reduction) -> Pending:
+    def sleeping_link(bucket: BucketReduction) -> Pending:
         """Reduce a bucket on a slow link, simulated: sleep LINK_S for each layer's gradients."""
 
         def reduce() -> None:

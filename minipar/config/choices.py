@@ -19,7 +19,7 @@ from minipar.support.registry import Choice, Kind
 class Averaging(Choice):
     """A way to average gradients over dp x cp; minipar's own choice averages them uncompressed.
 
-    `load` returns a subclass of `minipar.train.averaging.Averaging`, or that class itself.
+    `load` returns a subclass of `minipar.train.averaging.Averager`, or that class itself.
 
     steps_locally  True if replicas take local steps, so that their weights differ until they next synchronise
     reference      the module that compares a lossy run with one process, for verify.py; "": there is none
@@ -130,7 +130,7 @@ ALGORITHMS: Kind[Choice] = Kind(
 )
 OPTIMIZERS: Kind[Choice] = Kind("optimizer", {"adamw": Choice("minipar.train.optim:ADAMW", "AdamW")})
 AVERAGINGS: Kind[Averaging] = Kind(
-    "compress", {"none": Averaging("minipar.train.averaging:Averaging", "full gradients")}
+    "compress", {"none": Averaging("minipar.train.averaging:Averager", "full gradients")}
 )
 MEMORIES: Kind[Choice] = Kind(
     "offload", {"none": Choice("minipar.data_parallel.memory:ON_DEVICE", "on the device")}

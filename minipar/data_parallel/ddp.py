@@ -29,7 +29,7 @@ from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.gradient_reducer import GradientReducer
-from minipar.data_parallel.reductions import ReduceBucket, Reduction, reduce_plainly
+from minipar.data_parallel.reductions import BucketReduction, ReduceBucket, reduce_plainly
 from minipar.mesh import place_whole, placement_of, set_placement
 from minipar.support.staging import to_device
 
@@ -161,7 +161,7 @@ class DDP(nn.Module):
         sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
         self._sent.append((bucket, sent))
         flags = sent[bucket.flags.storage_offset() :] if bucket.flagged else None
-        reduction = Reduction(
+        reduction = BucketReduction(
             bucket.comm, sent, bucket.layout, self.reduce, self.algorithm, bucket.label, flags=flags
         )
         self._handles.append(self.reduce_bucket(reduction))

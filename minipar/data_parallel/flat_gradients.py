@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.reductions import ReduceBucket, Reduction
+from minipar.data_parallel.reductions import BucketReduction, ReduceBucket
 from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -81,7 +81,7 @@ class FlatGradients:
         """Start to reduce-scatter the gradients or, without `sizes`, to all-reduce whole ones or a chunk."""
         flat, comm = self.flat, self._comms_left.pop(0)
         self._reducing = self.reduce_bucket(
-            Reduction(comm, x, flat.layout, self.op, flat.algorithm, flat.label, sizes)
+            BucketReduction(comm, x, flat.layout, self.op, flat.algorithm, flat.label, sizes)
         )
 
     def advance(self) -> bool:

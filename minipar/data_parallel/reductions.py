@@ -15,7 +15,7 @@ from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import Layout
 
 
-class Reduction(NamedTuple):
+class BucketReduction(NamedTuple):
     """A flat buffer of gradients to be reduced over the ranks of `comm`.
 
     flat    [n] this rank's gradients; the reduction may overwrite them
@@ -40,10 +40,10 @@ class Reduction(NamedTuple):
 
 # Starts a reduction. The handle's `wait()` returns `flat` or, where `sizes` are given, this rank's chunk, in memory of its
 # own or in `out`: that of `flat` may be freed then.
-ReduceBucket = Callable[[Reduction], Pending]
+ReduceBucket = Callable[[BucketReduction], Pending]
 
 
-def reduce_plainly(reduction: Reduction) -> Pending:
+def reduce_plainly(reduction: BucketReduction) -> Pending:
     """All-reduce `flat` in place or, where `sizes` are given, reduce-scatter it. Sends 2(p-1)/p or (p-1)/p of it."""
     comm, flat, _, op, algorithm, label, sizes, out, _ = reduction
     handle: Pending

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.data_parallel.partial_gradients import ReducedGradient
-from minipar.data_parallel.reductions import ReduceBucket, Reduction
+from minipar.data_parallel.reductions import BucketReduction, ReduceBucket
 from minipar.mesh import Placement, holds_part, placement_of, set_placement
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -152,7 +152,7 @@ class ShardedBucket:
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         out = flat[slice(*self.range)] if in_place else None
         handle = reduce_bucket(
-            Reduction(self.comm, sent, self.layout, op, algorithm, bucket.label, self.sizes, out)
+            BucketReduction(self.comm, sent, self.layout, op, algorithm, bucket.label, self.sizes, out)
         )
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minipar.train.checkpoint.restore import Checkpoint
 
 
-class Averaging:
+class Averager:
     """Plain averages by DDP, ZeroOptimizer or FSDP, without a state. Each rank of a run has one of its own.
 
     reduce_bucket   the argument of DDP, ZeroOptimizer and FSDP; None: they reduce gradients as they are

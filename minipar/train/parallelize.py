@@ -41,7 +41,7 @@ from minipar.pipeline import Pipeline, balance
 from minipar.pipeline.measure import seconds_of
 from minipar.pipeline.partition import layer_costs
 from minipar.schedules import Schedule
-from minipar.train.averaging import Averaging
+from minipar.train.averaging import Averager
 from minipar.train.checkpoint.initial_weights import fill, fill_buffers, initial_values
 from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import BETAS, Group, OptimizerFamily, make_scaler, norm_shares
@@ -64,7 +64,7 @@ class RankState:
     stages: list[Transformer]
     pipeline: Pipeline
     optimizer: OptimizerInterface
-    averaging: Averaging
+    averaging: Averager
     shares: list[float] = field(default_factory=list)
     scaler: DynamicLossScaler | None = None
 
@@ -82,7 +82,7 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     mesh = _mesh_for(config, mesh)
     assert mesh.world is not None
     stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
-    averaging: Averaging = config.choice("compress").load()(config)
+    averaging: Averager = config.choice("compress").load()(config)
     modules, optimizer = data_parallel(config, mesh, stages, averaging, ends_apart=schedule.num_stages > 1)
     pipeline_class: type[Pipeline] = config.choice("schedule").load()
     stagewise = config.gather_every == "stage"
@@ -186,7 +186,7 @@ def transformed_stage(
 
 
 def data_parallel(
-    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, ends_apart: bool
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averager, ends_apart: bool
 ) -> tuple[list[nn.Module], OptimizerInterface]:
     """Return the pipeline's modules and the optimizer. `config.zero` decides what a rank keeps: see the table above.
 
@@ -200,7 +200,7 @@ def data_parallel(
 
 
 def replicated(
-    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averager, tied: bool
 ) -> list[nn.Module]:
     """Wrap for ZeRO 0: every rank has all of its stages' parameters, gradients and states."""
     dtype = config.torch_reduce_dtype
@@ -218,7 +218,7 @@ def replicated(
 
 
 def zero_optimizer(
-    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averager, tied: bool
 ) -> ZeroOptimizer:
     """Return the optimizer of ZeRO 1 and 2: states, then gradients too, are sharded over dp x cp."""
     family: OptimizerFamily = config.choice("optimizer").load()
@@ -244,7 +244,7 @@ def zero_optimizer(
 
 
 def sharded(
-    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averaging, tied: bool
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], averaging: Averager, tied: bool
 ) -> list[nn.Module]:
     """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay unsharded: their gradients are summed over pp."""
     shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
@@ -274,7 +274,7 @@ def sharded(
 
 
 def optimizer_over(
-    config: TrainConfig, mesh: Mesh, modules: list[nn.Module], averaging: Averaging
+    config: TrainConfig, mesh: Mesh, modules: list[nn.Module], averaging: Averager
 ) -> OptimizerInterface:
     """Return the optimizer over DDP's parameters or FSDP's shards; --offload or --compress may replace it by their own."""
     family: OptimizerFamily = config.choice("optimizer").load()

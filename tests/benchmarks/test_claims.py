@@ -40,6 +40,6 @@ def test_a_claim_that_is_right_would_not_be_with_another_value(said):
         assert not claim._replace(value=f"{factor} * ({claim.value})").is_right()
 
 
-def test_a_claim_that_is_wrong_would_be_right_if_it_said_what_is_computed():
+def test_a_wrong_claim_becomes_right_with_the_computed_value():
     for claim in (CLAIMS[said] for said in TWO_SIDED):
         assert claim._replace(holds=f"abs(x - {claim.computed()}) < 1e-9").is_right()

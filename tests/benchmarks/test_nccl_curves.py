@@ -79,7 +79,7 @@ def test_more_bytes_take_longer_and_more_bandwidth_never_slows(name, size, strid
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-6, 10))
-def test_a_message_takes_at_least_its_latency_and_bytes_and_at_most_an_ideal_pipeline(latency, seconds):
+def test_message_time_lies_from_latency_plus_bytes_to_a_pipeline(latency, seconds):
     found = message_s(latency, seconds)
     assert latency + seconds < found < (latency**0.5 + seconds**0.5) ** 2
 

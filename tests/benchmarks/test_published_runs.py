@@ -182,7 +182,7 @@ def test_spearman(values, others, correlation):
     assert spearman(values, others) == pytest.approx(correlation)
 
 
-def test_within_a_table_of_one_program_dense_runs_are_ranked_as_measured():
+def test_dense_runs_within_one_table_are_ranked_as_measured():
     """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike.
 
     The only table of as many mixtures is not ranked as measured (docs/generated/planner.md, "Ranking").

@@ -109,7 +109,7 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
         (["serve", "no/such/run", "--requests", "x"], "run=no/such/run has no whole checkpoint"),
     ],
 )
-def test_a_bad_line_is_one_line_and_exit_2_before_torch_is_imported_and_leaves_nothing(tmp_path, argv, says):
+def test_a_bad_command_exits_2_with_one_line_before_torch_loads(tmp_path, argv, says):
     program = (
         "import sys; from minipar.cli import main\n"
         "try: main(sys.argv[1:])\n"
@@ -146,7 +146,7 @@ def test_a_flag_with_two_letters_swapped_is_refused_with_its_name(capsys, comman
     assert len(err.splitlines()) == 1
 
 
-def test_an_existing_run_is_generated_from_and_exported_to_only_what_can_be(capsys, tmp_path):
+def test_generate_and_export_refuse_bad_arguments_in_one_line(capsys, tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     run = str(tmp_path)
     for argv, says in [
@@ -237,7 +237,7 @@ def test_what_was_trained_writes_and_is_exported(capsys, tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_path):
+def test_an_interrupted_run_says_so_and_leaves_a_checkpoint(tmp_path):
     command = [
         sys.executable,
         "-m",

@@ -45,10 +45,10 @@ LIFO = Lifo(lifo, help="the last microbatch comes back first")
 GATHERED = Gathered("stranger.averaging:Gathered", "gathers, then adds", GatherOptions)
 '''
 AVERAGING = """
-from minipar.train.averaging import Averaging
+from minipar.train.averaging import Averager
 
 
-class Gathered(Averaging):
+class Gathered(Averager):
     def reduce_bucket(self, bucket):
         def reduce():
             bucket.flat.copy_(self.scale * bucket.comm.all_gather(bucket.flat[None]).sum(0))

@@ -48,7 +48,7 @@ def test_the_algorithm_changes_at_its_number_of_bytes(collective, size, num_byte
 
 
 @pytest.mark.parametrize("size", [*SIZES, 7, 12, 64, 1000])
-def test_no_vector_of_16_bytes_a_rank_is_sent_more_often_than_around_a_ring(size):
+def test_auto_sends_no_more_than_a_ring_from_16_bytes_a_rank(size):
     """Each rank's messages, by the formulas that tests/comm/transport/test_traffic.py holds against the ledger."""
     for collective, chunk in product((*SUMS, "all_gather"), (SHORT, SHORT + 1, 1 << 12, 1 << 18, 1 << 22)):
         rows = chunk if collective == "all_gather" else chunk * size
@@ -61,7 +61,7 @@ def test_no_vector_of_16_bytes_a_rank_is_sent_more_often_than_around_a_ring(size
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_ledger_counts_a_rings_bytes_where_nothing_is_said_of_an_algorithm(size):
+def test_the_ledger_counts_ring_bytes_if_no_algorithm_is_named(size):
     chunks = [SHORT, 1 << 10, (1 << 18) // size]
 
     def sent(world):

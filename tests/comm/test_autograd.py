@@ -120,7 +120,7 @@ def test_send_and_recv_are_an_adjoint(size, shape):
     assert y_kept
 
 
-def test_gather_and_all_gather_compute_the_same_and_differ_by_who_uses_it():
+def test_all_gather_sums_gradients_over_ranks_unlike_gather():
     """The same use on every rank: `gather` counts it once, `all_gather` p times."""
 
     def gradients(world):

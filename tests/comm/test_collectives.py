@@ -51,7 +51,7 @@ def test_chunks_longer_than_a_segment_arrive_whole():
 
 @given(st.integers(2, 8), st.integers(0, 40), seeds)
 @examples(15)
-def test_every_rank_gets_the_same_bits_where_the_order_of_additions_matters(size, rows, seed):
+def test_all_reduce_gives_every_rank_the_same_bits(size, rows, seed):
     def results(world):
         x = torch.randn(rows, generator=torch.Generator().manual_seed(seed + world.rank))
         names = ["ring", "halving_doubling", "doubling", "tree", "double_tree", "hierarchical"]

@@ -51,7 +51,7 @@ def test_a_line_has_ends():
 
 @pytest.mark.tagged("on both ranks a send waits behind receives, which NCCL takes in order")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "behind an operation"])
-def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent(busy):
+def test_messages_between_two_ranks_arrive_in_send_order(busy):
     def received(world):
         other, n, begin = 1 - world.rank, 50, threading.Event()
         earlier = world.custom("earlier", begin.wait, async_op=True) if busy else begin
@@ -90,7 +90,7 @@ def test_what_is_received_lands_where_the_caller_wants_it():
     assert minipar.run(received, world_size=2) == [[0, 0, 1, 1, 0, 0]] * 2
 
 
-def test_what_is_received_is_on_the_comms_device_whatever_torchs_default():
+def test_received_tensors_ignore_torchs_default_device():
     def received(world):
         other, x = 1 - world.rank, torch.ones(2, device=world.device)
         with torch.device("meta"):
@@ -175,7 +175,7 @@ def test_subgroups_of_one_name_are_told_apart_by_their_ranks():
 
 
 @pytest.mark.tagged("groups made in another order on each rank, which NCCL waits in for ever")
-def test_a_message_left_in_one_is_not_made_up_for_by_another_of_its_name():
+def test_same_named_comms_do_not_mask_an_unreceived_message():
     def leaves_one(world):
         pair, every = subgroups_of_one_name(world)
         if world.rank == 0:
@@ -216,7 +216,7 @@ def test_a_process_group_somebody_else_made_is_a_world():
 
 
 @pytest.mark.tagged("on both ranks a receive waits behind a send, which NCCL takes in order")
-def test_two_worlds_on_one_process_group_never_receive_each_others_messages():
+def test_two_worlds_on_one_process_group_never_mix_messages():
     """Same ranks, same names, same numbers of messages; received in the other order than they were sent."""
 
     def received(world):
@@ -331,7 +331,7 @@ def everybody_sends_first(world):
         (everybody_sends_first, 3, r"deadlock: rank 0 waits to send 4194304 bytes to rank 1"),
     ],
 )
-def test_a_message_that_does_not_match_is_an_error_that_names_the_pair(function, size, words):
+def test_a_mismatched_message_is_an_error_naming_both_ranks(function, size, words):
     """Among them the ring of blocking sends, and each well before the deadline of a minute."""
     with pytest.raises(RankError, match=words):
         minipar.run(function, world_size=size)

@@ -24,7 +24,7 @@ def test_every_rank_gets_every_value(size):
 
 
 @pytest.mark.parametrize("root", [None, 2])
-def test_the_root_alone_gets_every_value_and_the_other_ranks_send_theirs_once(root):
+def test_only_the_root_gets_all_values_and_others_send_once(root):
     def gathered(world):
         world.traffic.reset()
         values = gather_objects(world, value(world.rank), *[root][: root is not None])

@@ -111,7 +111,7 @@ def test_a_planted_fault_changes_the_gradient():
         assert grad != gradient(1.0 + rank)
 
 
-def test_a_result_that_was_written_to_is_not_taken_for_what_was_received():
+def test_overwriting_a_collectives_result_is_an_error():
     with pytest.raises(minipar.RankError, match="a forward wrote to what a collective had returned"):
         minipar.run(summed_twice, True, world_size=2)
 

@@ -66,7 +66,7 @@ OPERATORS = {name: getattr(d, name) for name in REPLICATED}
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_gradient_penalty_has_the_gradient_of_its_finite_differences(size):
+def test_gradient_penalty_gradients_match_finite_differences(size):
     def all_errors(world):
         return {name: errors(world, operator, *REPLICATED[name]) for name, operator in OPERATORS.items()}
 
@@ -165,7 +165,7 @@ def start() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_what_has_no_second_derivative_refuses_it_in_words_whatever_the_loss(name):
+def test_missing_second_derivatives_are_refused_for_any_loss(name):
     """A constant gradient of the output, too, with which only the weights would get a second derivative."""
 
     def refused(world):

@@ -82,7 +82,7 @@ def blocks_of_the_node():
         yield
 
 
-def test_an_all_reduce_in_two_levels_that_adds_in_another_order_is_noticed():
+def test_a_two_level_all_reduce_in_another_order_is_noticed():
     def faulty(world):
         with blocks_of_the_node():
             return bits_of_both(world, 2, [4000], "sum", 0)
@@ -154,7 +154,7 @@ def leaving(world, node_size: int, chunk: int, algorithm: str) -> list[tuple[int
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("size", "node_size"), NODES)
 @pytest.mark.parametrize("chunk", [SHORT_BYTES_PER_RANK // FLOAT, 1 << 12])
-def test_a_rank_sends_a_gth_part_of_what_halving_sends_out_of_its_node(size, node_size, chunk):
+def test_two_levels_send_a_gth_of_halvings_bytes_between_nodes(size, node_size, chunk):
     n, nodes = size * chunk * FLOAT, size // node_size
     whole, out = (size - 1) * n // size, (nodes - 1) * n // nodes
     once = (out // node_size, whole)
@@ -172,7 +172,7 @@ def test_a_rank_sends_a_gth_part_of_what_halving_sends_out_of_its_node(size, nod
 
 
 @pytest.mark.parametrize(("node_size", "two"), [(None, False), (1, False), (2, True), (3, False), (4, False)])
-def test_auto_goes_in_two_levels_only_where_several_ranks_are_on_each_of_several_nodes(node_size, two):
+def test_auto_uses_two_levels_only_on_several_multi_rank_nodes(node_size, two):
     def chosen(world):
         comm = on_nodes(world, node_size)
         with mock.patch.object(collectives, "choose", return_value="ring") as choose:

@@ -19,7 +19,7 @@ def messages_of_an_all_reduce(world) -> list:
     return found
 
 
-def test_its_collectives_and_its_subgroups_take_the_algorithm_it_carries():
+def test_collectives_and_subgroups_use_the_carried_algorithm():
     assert minipar.run(messages_of_an_all_reduce, world_size=4) == [[4, 6, 6, 4, 4, 4]] * 4
 
 

@@ -5,7 +5,7 @@ import pytest
 from minipar.config.model_config import ModelConfig
 
 
-def test_the_default_swiglu_is_as_large_as_a_plain_mlp_of_four_times_the_width():
+def test_the_default_swiglu_is_as_large_as_a_4x_wide_mlp():
     for dim in (32, 64, 96, 128, 256, 512):
         hidden = ModelConfig(dim=dim).hidden_dim
         assert hidden % 16 == 0

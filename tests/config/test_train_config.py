@@ -54,7 +54,7 @@ def test_the_folder_is_named_after_the_mesh_unless_told(tmp_path):
     assert TrainConfig(out=tmp_path, name="mine").folder == tmp_path
 
 
-def test_the_learning_rate_is_scaled_from_the_batch_size_it_was_found_for():
+def test_the_learning_rate_scales_from_its_reference_batch_size():
     rates = [TrainConfig(lr=0.1, batch_size=16, **scale).highest_lr for scale in [
         {}, {"lr_scale": "linear", "lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 4},
         {"lr_scale": "linear", "lr_batch_size": 64}, {"lr_scale": "sqrt", "lr_batch_size": 16},

@@ -33,7 +33,7 @@ def test_the_last_token_of_a_document_predicts_nothing():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 8))
-def test_packing_keeps_every_token_and_predicts_none_of_another_document(lengths, seq_len):
+def test_packing_keeps_all_tokens_and_never_crosses_documents(lengths, seq_len):
     starts = [100 * i for i in range(len(lengths))]
     documents = [torch.arange(start, start + length) for start, length in zip(starts, lengths)]
     tokens, targets, positions = pack_documents(documents, seq_len)
@@ -68,7 +68,7 @@ def test_the_last_rank_takes_at_most_four_thirds_of_the_least_time(costs, p):
     assert last_s(costs, shares, [1] * p) <= (4 / 3 - 1 / (3 * p)) * best + 1e-9
 
 
-def test_a_documents_cost_is_that_of_the_layers_for_samples_of_its_length():
+def test_a_documents_cost_is_that_of_layers_at_its_length():
     for length in (1, 7, 64):
         config = ModelConfig(dim=32, num_layers=3, num_heads=4, vocab_size=64, max_seq_len=length + 1)
         matrices_and_attention = sum(layer_costs(Transformer(config, device="meta"))) - config.dim
@@ -116,7 +116,7 @@ def of_rank(world, mean_of_means: bool):
 
 
 @pytest.mark.parametrize("mean_of_means", [False, True])
-def test_ranks_with_unequal_documents_have_the_gradients_of_one_process(mean_of_means):
+def test_unequal_documents_give_the_gradients_of_one_process(mean_of_means):
     """Planted fault: each rank divides by its own targets, and gradients are averaged."""
     found = minipar.run(of_rank, mean_of_means, world_size=3)
     assert len({len(packed.tokens) for packed, _ in found}) > 1

@@ -78,7 +78,7 @@ def test_the_peak_is_linear_in_the_length(attention):
 
 
 @pytest.mark.thorough
-def test_a_ring_holds_a_fourth_of_what_a_gather_holds_and_heads_a_few_at_a_time_bound_that():
+def test_rings_and_head_chunks_hold_less_than_a_gather():
     """Of 4 ranks and 4 heads: two blocks of k and v instead of 4, or of 4 with a quarter of the heads."""
     ring, gather, chunked = (
         peaks(attention, [2048], **options)[0]

@@ -114,7 +114,7 @@ def test_training_on_split_sequences_is_training_in_one_process(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_length_that_the_layout_does_not_cut_is_padded_and_nothing_changes(documents):
+def test_padding_an_indivisible_length_changes_nothing(documents):
     config = ModelConfig(**CONFIG, documents=documents)
     minipar.run(compare, dict(cp=4), {}, config, True, world_size=4)
 

@@ -58,7 +58,7 @@ def test_contiguous_and_striped_work_is_that_of_the_formulas(size, n):
         assert causal_work(N, r, size, "striped") == n * (r + 1) + size * n * (n - 1) // 2
 
 
-def test_contiguous_gives_the_last_rank_seven_times_the_first_ones_work():
+def test_contiguous_loads_the_last_rank_7_times_the_first():
     work = [causal_work(4096, r, 4, "contiguous") for r in range(4)]
     assert [round(w / work[0]) for w in work] == [1, 3, 5, 7]
     striped = [causal_work(4096, r, 4, "striped") for r in range(4)]

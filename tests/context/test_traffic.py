@@ -50,7 +50,7 @@ def same_size(attention):
 
 @examples(6)
 @given(same_size("ring"))
-def test_ring_sends_keys_and_values_once_forward_and_twice_with_gradients_backward(drawn):
+def test_ring_sends_keys_and_values_once_forward_twice_backward(drawn):
     for counts in minipar.run(sent, drawn, world_size=drawn[0].size):
         assert counts == [tuple(FLOAT64 * n for n in ring_elements(case)) for case in drawn]
 
@@ -86,7 +86,7 @@ def test_ulysses_sends_a_pth_of_a_pth():
                 assert case.group > 1 or want == FLOAT64 * 4 * queries * (p - 1) // p**2
 
 
-def test_fewer_key_value_heads_than_ranks_are_sent_to_each_that_reads_them():
+def test_few_key_value_heads_are_sent_to_all_ranks_reading_them():
     """2 key/value heads for 4 ranks: as many bytes as 4 would be."""
     case = Case("ulysses", 4, num_heads=8, group=4)
     as_many = case._replace(group=2)
@@ -100,7 +100,7 @@ def heads_that_are_read(case: Case) -> int:
     return sum(len({head // case.group for head in heads.tolist()}) for heads in of_ranks)
 
 
-def test_ulysses_counts_a_key_value_head_once_for_each_rank_that_reads_it():
+def test_ulysses_counts_a_key_value_head_once_per_reading_rank():
     """Also where the ranks do not divide the key/value heads; and where they do not divide the heads, on the mean."""
     pad = (("pad", True),)
     for p, num_heads, kv_heads in (
@@ -127,7 +127,7 @@ def test_ulysses_counts_a_key_value_head_once_for_each_rank_that_reads_it():
             assert counts == [(of_all // p, of_all // p)] * p
 
 
-def test_ulysses_gathers_the_positions_of_documents_and_the_ring_does_not():
+def test_ulysses_gathers_document_positions_and_a_ring_does_not():
     alone = [Case("ulysses", 4, batch=2), Case("ring", 4, batch=2)]
     with_documents = [case._replace(lengths=(10, 6), per_sample=True) for case in alone]
     for counts in minipar.run(sent, alone + with_documents, world_size=4):
@@ -136,7 +136,7 @@ def test_ulysses_gathers_the_positions_of_documents_and_the_ring_does_not():
         assert ring_documents == ring
 
 
-def test_usp_is_ulysses_inside_groups_and_a_ring_of_thinner_blocks_across_them():
+def test_usp_sends_ulysses_inside_groups_and_a_ring_across_them():
     for groups, inside in ((2, 2), (4, 2), (2, 4), (1, 4), (4, 1)):
         p = groups * inside
         case = Case("usp", p, "zigzag", num_heads=8, group=2, seq_len=16, ulysses_size=inside)

@@ -178,7 +178,7 @@ def evenly(job: Job) -> Job:
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_the_first_stage_of_1f1b_keeps_the_activations_of_all_layers_whatever_pp_is(pp):
+def test_stage_0_of_1f1b_keeps_all_layers_activations_at_any_pp(pp):
     job = evenly(gpt_job())
     kept = rank_memory(job, Layout(dp=64 // pp // 8, pp=pp, tp=8), 0)["activations"]
     assert kept == pytest.approx(48 * gpt_layer_bytes(2048, 1, 6144, 48, 8, True), rel=1e-12)
@@ -266,7 +266,7 @@ def test_gradients_accumulate_whole():
         assert cut == whole / 8
 
 
-def test_two_gradient_buckets_are_those_of_the_run_and_never_more_than_its_gradients():
+def test_gradient_buffers_are_two_buckets_capped_by_gradients():
     def buffers(**changes) -> float:
         return rank_memory(*job_of(replace(RUN, **changes)), 0)["buffers"]
 

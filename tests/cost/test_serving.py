@@ -181,7 +181,7 @@ def test_published_decodes_in_16_bits_are_met_within_a_third():
             assert gpt_fast_error(*row) < 0 < gpt_fast_error(*row, all_reduce="direct")
 
 
-def test_published_decodes_wait_longer_than_hops_of_nccls_short_protocol():
+def test_published_decodes_wait_longer_than_nccls_ll_protocol():
     """By LL's latencies (6.6 us to start, 0.6 a hop; src/graph/tuning.cc) 7B on 4 and 8 GPUs is 42 and 51 % too fast."""
     several = [row for row in GPT_FAST if row[1] > 1]
     simple = [gpt_fast_error(*row) for row in several]

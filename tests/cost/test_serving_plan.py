@@ -74,7 +74,7 @@ def test_every_service_is_within_its_targets_and_littles_law(job, tp, share):
     assert at * job.new_tokens * replica.step_s(batch) / (1 - at * replica.prompt_s) == pytest.approx(batch)
 
 
-def test_a_queue_of_prompts_is_busy_for_80_percent_of_the_time_at_most():
+def test_a_queue_of_prompts_is_at_most_80_percent_busy():
     """Long prompts, short answers, small pieces, patient users: the queue is what limits the rate."""
     job = replace(DESIGN, prompt_tokens=8000, new_tokens=16, piece=64, first_token_s=60, token_s=1)
     replica = Replica(job, 4)
@@ -203,7 +203,7 @@ def test_a_model_that_needs_fewer_bits_is_told_so():
         serving_plan_figure(job)
 
 
-def test_the_picture_has_a_line_for_each_tp_and_one_where_arithmetic_begins(tmp_path):
+def test_the_picture_shows_each_tp_and_where_compute_dominates(tmp_path):
     left, right = serving_plan_figure(DESIGN).axes
     labels = [line.get_label() for line in left.lines]
     assert [label for label in labels if label.startswith("tp=")] == ["tp=2", "tp=4", "tp=8"]

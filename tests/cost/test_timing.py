@@ -43,7 +43,7 @@ def mean_absolute(values) -> float:
 
 
 @pytest.mark.parametrize("row", SC21_TABLE1, ids=lambda row: f"{row.billions}B")
-def test_the_printed_columns_of_megatrons_table_follow_from_its_throughput(row):
+def test_megatrons_table_columns_follow_from_its_throughput(row):
     assert round(100 * row.tflops / PEAK_TFLOPS) in (
         row.percent,
         row.percent + 1,
@@ -121,7 +121,7 @@ def test_units_of_layers_take_as_long_as_whole_recomputation():
     assert full.hfu / full.mfu == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_a_rings_messages_hide_and_it_pays_for_small_blocks_and_merges():
+def test_ring_messages_hide_but_small_blocks_and_merges_cost():
     """Ulysses waits for fewer bytes than a gathering; on faster links both are shorter, and a ring is not."""
 
     def cp_seconds(machine):

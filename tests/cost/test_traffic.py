@@ -123,7 +123,7 @@ def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatche
         assert 0 <= counted["dp"] - predicted["dp"].total - num_tensors <= layout.chunks
 
 
-def test_hybrid_sharding_sums_tied_gradients_over_shards_and_over_copies():
+def test_tied_gradients_are_summed_over_shards_and_over_copies():
     """Of V D elements each rank sends 2 (s-1)/s over its s shards, and then 2 (r-1)/r over its r copies."""
     model = replace(SMALL, tie_embeddings=True)
     job, layout = job_of(replace(RUN, model=model, pp=2, dp=4, zero=3, replicate=2, microbatches=2))
@@ -178,7 +178,7 @@ def test_members_per_node_are_those_of_the_mesh(pp, dp, cp, tp, ep):
         assert links.leaving_share == crossings / len(group)
 
 
-def test_eight_members_on_a_node_leave_it_through_all_its_cards_not_through_one():
+def test_a_group_filling_a_node_leaves_through_all_its_cards():
     """Planted fault: one card for the group would make its gradients eight times as slow."""
     whole_node, one_a_node = links_of(H100, 64, 1), links_of(H100, 8, 8)
     assert whole_node.between == LINK_FRACTION * 8 * 50e9
@@ -191,7 +191,7 @@ def test_eight_members_on_a_node_leave_it_through_all_its_cards_not_through_one(
     assert of_one == pytest.approx(seconds * (7 / 8) / (63 / 64), rel=1e-12)
 
 
-def test_without_a_switch_a_group_has_only_the_links_between_its_members():
+def test_without_a_switch_a_group_uses_only_its_own_links():
     mi300x = MACHINES["mi300x"]
     inside = [links_of(mi300x, size, 1).inside for size in (2, 4, 8)]
     assert inside == pytest.approx([LINK_FRACTION * n * 64e9 for n in (1, 3, 7)])
@@ -248,7 +248,7 @@ def test_what_leaves_a_node():
     assert across["tp"].leaving == across["tp"].total / 8
 
 
-def test_data_parallelism_waits_below_a_number_of_tokens_that_does_not_depend_on_the_model():
+def test_dp_waits_below_a_token_count_independent_of_the_model():
     for num_params in (7e9, 70e9):
         tokens = critical_tokens_per_gpu(64, 400e12, 50e9)
         assert tokens == pytest.approx(63 / 64 * 8000)

@@ -45,7 +45,7 @@ def test_savings_of_4_and_8_times_are_limits(ranks, times):
     assert [plain / one for one in cut] == pytest.approx(times, rel=0.02)
 
 
-def test_zero_sends_as_much_as_data_parallelism_and_stage_3_half_as_much_again():
+def test_zero_sends_as_much_as_dp_and_stage_3_half_as_much_more():
     job = Job(MODELS["llama-70b"], H100, 64, 4096, 64)
     sent = [gradients_bytes(job, Layout(dp=64, zero=zero), 0)[0] for zero in range(4)]
     assert sent[0] == sent[1] == sent[2]
@@ -94,7 +94,7 @@ def test_the_bubble_of_four_stages_and_one_microbatch():
     assert idle / (idle + work) == 0.75
 
 
-def test_recomputation_costs_a_third_of_the_work_and_keeps_a_hundredth():
+def test_full_recomputation_costs_a_third_and_keeps_a_hundredth():
     """Stated as 33 % more compute for 60 % less memory, and 20 to 30 % for 60 to 80 %."""
     gpt3 = [gpt_layer_bytes(2048, 1, 12288, 96, recompute=how) for how in ("none", "selective", "full")]
     seven = [gpt_layer_bytes(4096, 1, 4096, 32, recompute=how) for how in ("none", "selective", "full")]
@@ -205,7 +205,7 @@ def test_capacity_counts_every_choice():
     assert two == 2 * one == 2 * 4096 * shape.dim * 2
 
 
-def test_keys_and_values_divide_by_the_ranks_of_a_ring_and_what_is_sent_does_not():
+def test_ring_memory_divides_by_cp_and_traffic_does_not():
     """Stated as attention's memory divided by the degree: right of a block of keys and values; bytes sent hardly change."""
     job = Job(MODELS["llama-7b"], H100, 64, 65536, 64)
     blocks = [layout.tokens(job) * 2 * job.shape.kv_dim for layout in (Layout(cp=2), Layout(cp=8))]

@@ -23,7 +23,7 @@ several_shapes = st.lists(shapes(max_dims=2, max_side=40), min_size=1, max_size=
 
 
 @given(several_shapes, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 5), st.data())
-def test_every_parameter_has_one_aligned_view_and_buckets_keep_their_limit(shapes_, limit, first, size, data):
+def test_parameters_have_aligned_views_and_buckets_keep_limits(shapes_, limit, first, size, data):
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])) for _ in shapes_]
     params = parameters(shapes_, dtypes)
     ranks = Ranks(size)

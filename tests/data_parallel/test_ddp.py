@@ -286,7 +286,7 @@ def assert_overlaps(events):
     assert first_wait > last_gradient, "the backward waited for a bucket"
 
 
-def test_buckets_leave_during_the_backward_and_nothing_waits_inside_it():
+def test_buckets_leave_during_the_backward_without_waiting():
     for events in minipar.run(order_of_events, DDP, world_size=2):
         assert_overlaps(events)
         assert [index for what, index in events if what == "left"] == list(range(5))
@@ -308,7 +308,7 @@ def communication_during_backward(world):
     return world.trace.spans
 
 
-def test_all_reduces_run_on_the_comms_own_lane_while_the_backward_computes():
+def test_all_reduces_run_on_their_own_lane_during_the_backward():
     for spans in minipar.run(communication_during_backward, world_size=2):
         (backward,) = [s for s in spans if s.kind == "compute"]
         sent = [s for s in spans if s.kind == "communicate"]
@@ -377,7 +377,7 @@ def exception_in_the_middle(world):
     return net[1].bias.grad, net[0].weight.grad
 
 
-def test_after_an_exception_in_a_backward_the_next_one_is_synchronised():
+def test_a_backward_after_a_failed_one_is_synchronised():
     a, b = minipar.run(exception_in_the_middle, world_size=2)
     assert torch.equal(a[1], b[1])
     assert torch.equal(a[0], torch.ones(3, dtype=torch.float64))
@@ -413,7 +413,7 @@ def exception_after_a_bucket_left(world, set_to_none):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_all_reduce_that_an_exception_left_under_way_does_not_change_later_gradients(set_to_none):
+def test_an_interrupted_all_reduce_leaves_later_gradients_right(set_to_none):
     for pairs in minipar.run(exception_after_a_bucket_left, set_to_none, world_size=2):
         for got, want in pairs:
             assert_equal_to(got, want)

@@ -54,7 +54,7 @@ def all_sent(world, options):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_step_sends_three_times_the_parameters_less_what_is_kept_or_frozen(size):
+def test_a_step_sends_parameters_thrice_less_kept_and_frozen(size):
     options = list(product(["no", "reentrant", "not reentrant"], [True, False], [True, False]))
     for results in minipar.run(all_sent, options, world_size=size):
         for (_, reshard, _), (steps, trained, frozen, parts, num_trained) in zip(options, results):
@@ -102,7 +102,7 @@ UNIT = 64 * 64 + 64
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7))]
 )
-def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of_ranks(size):
+def test_between_steps_ranks_share_16_bytes_per_parameter(size):
     total = 10 * padded([64 * 64, 64], size)
     for results in minipar.run(all_held, world_size=size):
         for dtype, (held, peak, own) in results.items():
@@ -387,7 +387,7 @@ def from_meta(world):
     return made, fsdp.full_state_dict()
 
 
-def test_a_model_from_the_meta_device_has_the_weights_of_the_whole_one():
+def test_a_meta_device_model_gets_the_whole_models_weights():
     want = Transformer(CONFIG, seed=4).state_dict()
     results = minipar.run(from_meta, world_size=3)
     assert {name for made, _ in results for name in made} == {
@@ -414,7 +414,7 @@ def deferred(world):
     return fsdp.full_state_dict()
 
 
-def test_weight_gradients_that_were_put_off_are_reduced_by_synchronize():
+def test_synchronize_reduces_deferred_weight_gradients():
     model = Transformer(CONFIG, seed=4, dtype=torch.float64)
     for i in range(4):
         model(tokens_of(i)).square().sum().backward()

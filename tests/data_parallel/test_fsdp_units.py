@@ -28,7 +28,7 @@ def unsharded_units(world):
     return seen
 
 
-def test_a_forward_without_gradients_frees_each_unit_from_the_first_step_on():
+def test_a_forward_without_gradients_holds_one_unit_at_a_time():
     for seen in minipar.run(unsharded_units, world_size=2):
         assert seen == [["0"], ["1"], ["2"], ["3"]] * 2
 
@@ -197,7 +197,7 @@ def gradients_in_half_precision(world):
     return [(p.dtype, p.grad.dtype, p.grad) for p in rest]
 
 
-def test_parameters_that_are_not_sharded_are_cast_to_the_compute_dtype():
+def test_unsharded_parameters_are_cast_to_the_compute_dtype():
     model = Rest().bfloat16()
     want = 0
     for number in range(2):

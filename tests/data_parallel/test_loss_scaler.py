@@ -96,7 +96,7 @@ def scaled(world, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "zero", "fsdp"])
-def test_all_ranks_skip_the_step_in_which_one_overflows_and_the_scale_finds_its_way(kind):
+def test_one_ranks_overflow_skips_all_and_the_scale_recovers(kind):
     net = network()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):

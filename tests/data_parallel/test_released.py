@@ -171,7 +171,7 @@ def _backward_after_drop(world):
     return losses
 
 
-def test_a_backward_after_the_wrapper_was_dropped_reduces_its_gradients():
+def test_gradients_are_reduced_after_the_wrapper_is_dropped():
     ranks = minipar.run(_backward_after_drop, world_size=2)
     for ddp, _ in ranks:
         assert ddp.tolist() == [1.5] * 3

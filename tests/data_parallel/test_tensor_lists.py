@@ -94,7 +94,7 @@ def test_every_tensor_in_rows_is_scaled_by_its_own_factor(shapes, seed):
 @given(st.lists(st.sampled_from([(4, 6), (6, 4), (2, 4, 6), (3, 3)]), min_size=1, max_size=6),
        st.sampled_from([1, 48, 1 << 24]), seeds)  # fmt: skip
 @examples(10)
-def test_muons_step_is_that_of_each_matrix_alone_however_many_go_together(shapes, at_once, seed):
+def test_muons_step_per_matrix_does_not_depend_on_batching(shapes, at_once, seed):
     weights, grads = made(shapes, seed), made(shapes, seed + 1)
     params = [nn.Parameter(w.clone()) for w in weights]
     optimizer = Muon(params, lr=0.1, weight_decay=0.2)

@@ -54,7 +54,7 @@ def unused_later(world):
     return seen
 
 
-def test_a_gradient_that_was_reduced_is_not_reduced_again_where_nothing_was_added():
+def test_an_unchanged_reduced_gradient_is_not_reduced_again():
     for on_none, on_rank_0 in minipar.run(unused_later, world_size=3):
         model = TwoHeads()
         for rank in range(3):
@@ -85,7 +85,7 @@ def used_by_rank_0_again(world):
     return {name: p.grad for name, p in ddp.module.named_parameters()}
 
 
-def test_a_second_backward_that_one_rank_adds_to_gives_all_ranks_the_gradients_of_one_process():
+def test_adding_to_gradients_on_one_rank_matches_one_process():
     model = TwoHeads()
     for step, heads_of_rank_1 in enumerate(("ab", "a")):
         for rank, heads in enumerate(("ab", heads_of_rank_1)):
@@ -107,7 +107,7 @@ def backward_alone_in_no_sync(world):
     return inside, model.weight.grad.item()
 
 
-def test_a_backward_inside_no_sync_reduces_nothing_though_its_forward_ran_outside():
+def test_no_sync_around_the_backward_alone_reduces_nothing():
     assert minipar.run(backward_alone_in_no_sync, world_size=2) == [(2.0, 12.0), (4.0, 12.0)]
 
 
@@ -166,7 +166,7 @@ def all_changes(world, how):
 
 
 @pytest.mark.parametrize("how", ["step", "load", "summon"])
-def test_a_forward_uses_the_parameters_as_they_are_though_older_ones_are_unsharded(how):
+def test_a_forward_never_uses_stale_unsharded_parameters(how):
     for errors in minipar.run(all_changes, how, world_size=2):
         assert max(errors) < 1e-12
 
@@ -193,7 +193,7 @@ def frees_a_buffer_being_filled(world):
     return seen, flat.full.nbytes, flat.full.untyped_storage().nbytes()
 
 
-def test_resharding_waits_for_the_all_gather_before_it_frees_the_memory():
+def test_resharding_waits_for_the_all_gather_before_freeing():
     for seen, num_bytes, left in minipar.run(frees_a_buffer_being_filled, world_size=2):
         assert seen == [num_bytes]
         assert left == 0

@@ -163,7 +163,7 @@ def loss_in_an_attribute(world):
     return {name: p.grad for name, p in ddp.module.inner.named_parameters()}
 
 
-def test_a_loss_kept_in_an_attribute_is_refused_by_fsdp_and_trained_by_ddp():
+def test_a_loss_in_an_attribute_is_refused_by_fsdp_not_by_ddp():
     for grads in minipar.run(loss_in_an_attribute, world_size=2):
         for name, want in in_one_process(network(), 2).items():
             assert_equal_to(grads[name], want, what=name)

@@ -64,7 +64,7 @@ def refused_layers(world):
             sparse(torch.tensor([1])).sum().backward()
 
 
-def test_layers_that_fsdp_cannot_shard_and_sparse_gradients_are_refused():
+def test_fsdp_refuses_unshardable_layers_and_sparse_gradients():
     minipar.run(refused_layers, world_size=2)
 
 
@@ -88,7 +88,7 @@ def clipped(world):
     return norm, fsdp.full_state_dict()
 
 
-def test_torchs_clipping_of_shards_is_refused_and_minipars_is_that_of_one_process():
+def test_torch_clipping_is_refused_and_ours_matches_one_process():
     model = network()
     in_one_process(model, 2)
     want = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -123,7 +123,7 @@ def stepped_by(world):
     return said
 
 
-def test_an_optimizer_not_known_to_be_per_element_is_refused_on_fsdps_shards():
+def test_fsdp_refuses_optimizers_not_known_to_be_per_element():
     for said in minipar.run(stepped_by, world_size=2):
         for name, sentence in said.items():
             assert sentence.startswith(f"{name} is not known to update each element from that element alone")

@@ -325,7 +325,7 @@ def resumed(world, stage, state, full):
 
 
 @pytest.mark.parametrize(("stage", "sizes"), [(1, (1, 4)), (2, (3, 2)), (1, (4, 3))])
-def test_the_full_state_continues_on_another_number_of_ranks_and_in_torchs_own_optimizer(stage, sizes):
+def test_the_full_state_resumes_on_other_ranks_and_in_torch(stage, sizes):
     state, full = minipar.run(stopped, stage, world_size=sizes[0])[0]
     net = Net(5, 2)
     net.load_state_dict(state)
@@ -411,5 +411,5 @@ def replaced(world):
     return [placement_of(p).name for p in net.parameters()]
 
 
-def test_a_replaced_storage_and_a_state_that_does_not_fit_are_refused_by_name():
+def test_replaced_storage_and_mismatched_state_are_refused():
     minipar.run(replaced, world_size=2)

@@ -498,7 +498,7 @@ def states_that_do_not_fit(world):
     assert state["param_groups"][0].keys() == of_one["param_groups"][0].keys()
 
 
-def test_a_state_of_another_rank_number_of_ranks_or_buckets_is_refused_and_changes_nothing():
+def test_a_mismatched_state_is_refused_and_changes_nothing():
     minipar.run(states_that_do_not_fit, world_size=2)
 
 

@@ -23,7 +23,7 @@ def tokens(seed, B, T):
 
 
 @given(data=st.data(), a=st.integers(1, 4), b=st.integers(1, 4))
-def test_regrouping_transposes_segments_and_regrouping_again_undoes_it(data, a, b):
+def test_regrouping_transposes_segments_and_is_its_own_inverse(data, a, b):
     sizes = [[data.draw(st.integers(0, 3)) for _ in range(b)] for _ in range(a)]
     rows = torch.tensor([(i, j, n) for i in range(a) for j in range(b) for n in range(sizes[i][j])]).view(
         -1, 3
@@ -118,7 +118,7 @@ def test_the_formula_of_the_papers_holds_where_capacity_is_whole():
         assert minipar.run(body, world_size=4) == [want] * 4
 
 
-def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
+def test_rows_travel_while_the_shared_expert_runs_both_passes():
     def body(world):
         moe, order = SwitchMoE(D, HIDDEN, 2, comm=world, shared_dim=2), []
         moe.shared.register_forward_hook(lambda *_: order.append("shared"))
@@ -180,7 +180,7 @@ def test_experts_reached_by_two_levels_are_the_same():
         assert all(torch.equal(s, t) for s, t in zip(a, b))
 
 
-def test_a_switch_layer_has_room_for_a_quarter_more_tokens_unless_told():
+def test_a_switch_layers_default_capacity_factor_is_1_25():
     assert SwitchMoE(D, HIDDEN, 2).options.capacity_factor == 1.25
 
 

@@ -20,7 +20,7 @@ def hops(world, node_size: int | None, rows: int) -> tuple[int, int]:
     return world.traffic.messages, world.traffic.sent_bytes
 
 
-def test_two_levels_take_g_and_p_over_g_hops_and_up_to_twice_the_bytes():
+def test_two_levels_cut_hops_and_at_most_double_the_bytes():
     p, rows = 8, 2
     row = 3 * FLOAT
     assert minipar.run(hops, None, rows, world_size=p) == [(p - 1, (p - 1) * rows * row)] * p

@@ -57,7 +57,7 @@ def test_every_strategy_gives_the_numbers_of_one_process(backend, ranks, name, d
 
 
 @backends()
-def test_every_collective_by_every_algorithm_is_right_and_sends_what_its_docstring_says(backend, ranks):
+def test_collectives_are_right_and_send_as_their_docstrings_say(backend, ranks):
     drawn = [
         case(*name, (rows, 2), dtype, root=ranks - 1)
         for name in NAMES
@@ -73,7 +73,7 @@ def test_every_collective_by_every_algorithm_is_right_and_sends_what_its_docstri
 
 
 @pytest.mark.parametrize(("backend", "ranks", "name"), stepped())
-def test_a_step_is_timed_and_makes_the_host_wait_no_more_than_declared(backend, ranks, name, record_property):
+def test_a_timed_step_makes_the_host_wait_at_most_once(backend, ranks, name, record_property):
     config = replace(layouts(ranks)[name], steps=5)
     text = load_data(config)[0]
     by_rank = minipar.run(bodies.steps, config, text, world_size=ranks, backend=backend, timeout_s=60)

@@ -39,7 +39,7 @@ def collected():
     return found
 
 
-def test_a_row_has_a_strategys_numbers_on_so_many_ranks_and_gloo_has_none():
+def test_each_row_has_a_strategys_nccl_numbers_by_rank_count():
     assert table(collected())[2:] == [
         "| TP | 1 |  | 0e+00 |  |  |  |  |",
         "| DDP | 2 | 1e-16 |  | 5e-01 | 12.0 ms | 3 MB | 60% |",
@@ -53,7 +53,7 @@ def test_the_page_says_what_it_was_measured_on_and_what_failed():
     assert "- failed: `test[2-failed]`" in text
 
 
-def test_a_machine_without_a_gpu_says_so_in_one_line_and_writes_nothing(tmp_path, capsys):
+def test_without_a_gpu_the_report_says_so_and_writes_nothing(tmp_path, capsys):
     def never(*args, **options):
         raise AssertionError("tests were run")
 
@@ -64,7 +64,7 @@ def test_a_machine_without_a_gpu_says_so_in_one_line_and_writes_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_on_gpus_writes_the_page_and_returns_what_pytest_returned(tmp_path, capsys, monkeypatch):
+def test_a_gpu_run_writes_the_page_and_returns_pytests_status(tmp_path, capsys, monkeypatch):
     def run(arguments, plugins):
         plugins[0].__dict__.update(collected().__dict__)
         assert arguments[:2] == ["-m", "nccl"]

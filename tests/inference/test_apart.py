@@ -72,7 +72,7 @@ REQUESTS = [
 TIGHT = Options(block_size=4, num_blocks=9, token_budget=9)
 
 
-def test_in_a_crowd_the_decode_side_preempts_and_a_bad_request_is_named():
+def test_a_crowded_decode_side_preempts_and_names_a_bad_request():
     outcome = texts_on((1, 2), [*REQUESTS, Request((1,) * (LONGEST - 1), 5)], TIGHT)
     want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
     assert [result.tokens for result in outcome.results] == [*want, []]
@@ -135,7 +135,7 @@ def test_caches_wait_for_one_link_and_the_link_for_them():
     assert transfer_ends({0: 1.0, 1: 2.0, 2: 20.0}, several, lambda tokens: 2.0 * tokens) == [9.0, 13.0, 26.0]
 
 
-def test_arrivals_that_no_step_increases_are_served_in_the_prefill_sides_order():
+def test_ties_in_time_are_served_in_the_prefill_sides_order():
     """At 1e20 s, all steps end at the same time, and the second request is read before the first."""
     several = [Request(PROMPTS[i][: 7 - 3 * i], 4, arrival_s=1e20) for i in range(2)]
     narrow = replace(TIGHT, token_budget=5, policy="shortest-remaining")

@@ -90,7 +90,7 @@ def test_ranks_with_all_tokens_send_one_all_reduce_a_mixture(ep):
 
 
 @pytest.mark.parametrize("sizes", [dict(cp=2, ep=2), dict(cp=4, ep=2), dict(cp=4, ep=4)])
-def test_ranks_with_tokens_of_their_own_send_a_row_there_and_back_for_each_choice(sizes):
+def test_ranks_send_a_row_there_and_back_for_each_expert_choice(sizes):
     ranks = read_and_compare(sizes)
     for kind, want in [
         ("all_to_all", 2 * D * 8 * sum(elsewhere for _, _, elsewhere, _ in ranks)),

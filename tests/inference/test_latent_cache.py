@@ -65,7 +65,7 @@ def serve_on(world, sizes):
 @pytest.mark.filterwarnings("ignore:vocab_size=13 is cut over tp")
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=1), dict(tp=2, pp=2), dict(tp=4, pp=1)])
 @pytest.mark.thorough
-def test_on_a_mesh_texts_are_the_same_and_every_tp_rank_holds_all_latents(sizes):
+def test_mesh_texts_are_the_same_and_tp_ranks_hold_all_latents(sizes):
     want = [alone(loud_model(CONFIG), request) for request in crowd()]
     of_all_layers = cache_bytes(CONFIG, CROWDED.num_blocks * CROWDED.block_size, CROWDED.block_size, 8)
     assert of_all_layers == 9 * 4 * 2 * (6 + 4) * 8

@@ -86,7 +86,7 @@ def test_steps_of_any_length_are_one_each_and_idle_time_none():
     assert [(e.begin_s, e.end_s) for e in counted] == [(0, 1), (1, 2), (2, 2), (2, 2), (2, 3), (3, 3)]
 
 
-def test_a_log_without_a_finished_request_has_no_batch_and_size_0_is_refused():
+def test_an_empty_log_has_no_batches_and_size_0_is_refused():
     assert static_batches([], 4) == []
     assert places_of([], 4).share == 0.0
     with pytest.raises(ValueError, match="batch_size=0"):

@@ -122,7 +122,7 @@ def test_a_stop_string_ends_a_text_however_its_tokens_come(codec, draw):
     assert one_by_one.has_stopped == any(stop in plain for stop in stops)
 
 
-def test_the_first_complete_stop_ends_a_text_and_no_token_counts_after_it():
+def test_the_first_complete_stop_ends_the_text_and_its_tokens():
     for groups in ([b"xabcdabcd"], [b"xab", b"cdabcd"], [[byte] for byte in b"xabcdabcd"]):
         text, answer = text_of(Bytes(), (), groups, ("bc", "abcd"))
         assert (text, answer.tokens, answer.has_stopped) == ("xa", list(b"xabc"), True)

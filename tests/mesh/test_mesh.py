@@ -62,7 +62,7 @@ def test_a_group_is_the_ranks_that_agree_on_every_other_axis(sizes, grid, data):
 
 
 @given(mesh_sizes(max_ranks=64))
-def test_an_expert_group_is_neighbours_inside_dp_x_cp_and_its_replicas_make_up_the_rest(sizes):
+def test_expert_groups_and_their_replicas_tile_the_dp_cp_group(sizes):
     mesh = Mesh(num_ranks(sizes), **sizes)
     for rank in range(num_ranks(sizes)):
         data_group = mesh.group(rank, "dp", "cp")
@@ -85,7 +85,7 @@ def test_a_mesh_of_two_by_two_by_two_by_two_reads_as_drawn():
     assert mesh.group(5) == (5,)
 
 
-def test_no_table_of_ranks_is_made_so_a_million_million_ranks_cost_what_eight_cost():
+def test_a_mesh_of_10_to_the_12_ranks_needs_no_table_of_ranks():
     mesh = Mesh(10**12, pp=10, dp=10**9, cp=5, tp=20, ep=40)
     last = mesh.coordinates_of(10**12 - 1)
     assert last == (9, 10**9 - 1, 4, 19, 39, 5 * 10**9 // 40 - 1)
@@ -101,7 +101,7 @@ def test_a_hundred_thousand_ranks_in_one_group_are_ascending():
 
 
 @given(mesh_sizes())
-def test_every_rank_makes_the_same_groups_in_the_same_order_and_is_in_each(sizes):
+def test_all_ranks_make_the_same_groups_in_order_and_join_each(sizes):
     worlds = [FakeComm(rank, num_ranks(sizes)) for rank in range(num_ranks(sizes))]
     for world in worlds:
         Mesh(world, **sizes)
@@ -113,7 +113,7 @@ def test_every_rank_makes_the_same_groups_in_the_same_order_and_is_in_each(sizes
         assert all(rank in ranks for rank, (_, ranks) in enumerate(groups))
 
 
-def test_a_product_of_axes_is_one_comm_in_whatever_order_it_is_asked_for():
+def test_a_product_of_axes_is_one_comm_in_any_order():
     world = FakeComm(5, 8)
     mesh = Mesh(world, dp=2, cp=2, tp=2)
     assert mesh.comm("dp", "cp") is mesh.comm("cp", "dp")
@@ -127,7 +127,7 @@ def test_a_product_of_axes_is_one_comm_in_whatever_order_it_is_asked_for():
 
 @examples(2)
 @given(st.lists(mesh_sizes(), min_size=3, max_size=3))
-def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_not_mix(meshes):
+def test_several_meshes_gather_only_from_their_own_groups(meshes):
     """Each rank gives its world rank; several meshes live on one world at once, with every product of their axes."""
     asked = [axes for grid in (DENSE, EXPERT) for n in range(5) for axes in combinations(grid, n)]
 
@@ -160,14 +160,14 @@ def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_no
         (dict(dp="8"), "dp='8'; use"),
     ],
 )
-def test_sizes_that_do_not_make_up_the_world_are_refused_with_what_would(sizes, message):
+def test_sizes_not_filling_the_world_are_refused_with_advice(sizes, message):
     with pytest.raises(ValueError) as refusal:
         Mesh(8, **sizes)
     assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("world", [0, -1, True, None, "8", 2.0])
-def test_a_world_that_is_neither_a_comm_nor_a_positive_number_is_refused(world):
+def test_a_world_must_be_a_comm_or_a_positive_whole_number(world):
     with pytest.raises(ValueError, match="world="):
         Mesh(world)
 

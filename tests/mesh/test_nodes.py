@@ -94,7 +94,7 @@ def test_the_price_is_what_a_training_step_sends():
             assert over_data == pytest.approx(sent["dp"] + sent["edp"], rel=0.02), name
 
 
-def test_what_leaves_a_node_is_a_part_of_each_ranks_bytes_or_all_of_some_ranks():
+def test_bytes_leaving_nodes_follow_each_groups_node_layout():
     sizes = dict(dp=2, tp=4)
     one = config(**sizes)
     sent = sent_bytes(one, sizes)
@@ -123,7 +123,7 @@ def test_the_bytes_that_leave_a_node_are_those_of_a_training_step(one):
     assert sum(sent) / 2 == pytest.approx(leaving_bytes(one, one.mesh_sizes, 2)[0], rel=1e-3)
 
 
-def test_tp_across_nodes_is_warned_of_with_its_price_and_with_the_price_of_the_mesh_that_fits():
+def test_tp_across_nodes_is_warned_of_with_both_meshes_prices():
     one = config(dp=2, tp=4)
     inside = leaving_bytes(one, dict(dp=4, tp=2), 2)
     assert inside[0] == 0

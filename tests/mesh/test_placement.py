@@ -105,7 +105,7 @@ def test_writing_a_slice_back_changes_its_own_elements_and_no_other(shape, data,
 
 @many
 @given(shapes(max_dims=4), fractions, fractions)
-def test_a_flat_range_is_at_most_two_boxes_a_dim_less_one_and_they_are_it_in_order(shape, first, last):
+def test_a_flat_range_is_at_most_2d_minus_1_boxes_in_order(shape, first, last):
     n = torch.Size(shape).numel()
     start, stop = sorted((int(first * n), int(last * n)))
     boxes = list(boxes_of_range(shape, start, stop))
@@ -133,7 +133,7 @@ def test_the_overlap_of_two_placements_is_the_elements_both_hold(shape, data, fl
 
 @many
 @given(shapes(max_dims=3, max_side=3), st.data(), flats, flats)
-def test_parts_are_equal_exactly_where_the_elements_are_however_they_were_cut(shape, data, flat_a, flat_b):
+def test_parts_are_equal_exactly_when_their_elements_are(shape, data, flat_a, flat_b):
     full = numbered(shape)
     a = composed(shape, data.draw(cuts(len(shape))), flat_a)
     b = composed(shape, data.draw(cuts(len(shape))), flat_b)
@@ -168,7 +168,7 @@ def test_a_block_is_a_view_and_so_is_a_range_of_one_box():
         full.zero_()
 
 
-def test_bf16_parts_and_local_tensors_that_are_not_contiguous_are_written_back():
+def test_bf16_and_non_contiguous_parts_are_written_back():
     full = torch.randn(4, 6, dtype=torch.bfloat16)
     whole = Placement.whole("w", full.shape)
     left, right = whole.shard(1, 0, 2), whole.shard(1, 1, 2).flatten_range(0, 12)
@@ -180,7 +180,7 @@ def test_bf16_parts_and_local_tensors_that_are_not_contiguous_are_written_back()
     assert torch.equal(gather([(right, strided), (left, copy_of_left), (left, transposed)]), full)
 
 
-def test_a_gap_an_overlap_a_stranger_and_copies_that_differ_are_refused_by_name():
+def test_gaps_overlaps_strangers_and_unequal_copies_are_refused():
     full = numbered((4, 3))
     whole = Placement.whole("layers.0.w", full.shape)
     top, bottom = whole.shard(0, 0, 2), whole.shard(0, 1, 2)
@@ -204,7 +204,7 @@ def test_a_gap_an_overlap_a_stranger_and_copies_that_differ_are_refused_by_name(
     assert torch.equal(gather([part(top), part(bottom), (top, full[:2] + 1)], check_replicas=False), full)
 
 
-def test_copies_that_hold_the_same_nan_are_equal_and_one_tensor_may_be_given_twice():
+def test_copies_with_equal_nans_agree_and_repeats_are_allowed():
     whole = Placement.whole("w", (2,))
     x = torch.tensor([1.0, float("nan")])
     assert gather([(whole, x), (whole.replicate("dp"), x.clone()), (whole, x)]).isnan().tolist() == [
@@ -244,7 +244,7 @@ def test_placements_are_values():
     assert pickle.loads(pickle.dumps(whole.tie("v"))) == whole.tie("v")
 
 
-def test_a_placement_stays_with_its_parameter_until_the_parameter_is_replaced():
+def test_a_placement_stays_until_its_parameter_is_replaced():
     module = torch.nn.Linear(3, 4)
     place_whole(module)
     weight = module.weight
@@ -261,7 +261,7 @@ def test_a_placement_stays_with_its_parameter_until_the_parameter_is_replaced():
         set_placement(weight, Placement.whole("weight", (4, 3)))
 
 
-def test_what_a_module_says_of_its_experts_and_tied_copies_is_in_their_placements():
+def test_placements_record_a_modules_experts_and_tied_copies():
     module = torch.nn.ModuleDict({"dense": torch.nn.Linear(3, 4), "experts": torch.nn.Linear(3, 4)})
     module["experts"].has_expert_parameters, module.tied_copies = True, {"dense.bias": "first.bias"}
     place_whole(module, "model.")
@@ -274,7 +274,7 @@ def test_what_a_module_says_of_its_experts_and_tied_copies_is_in_their_placement
     }
 
 
-def test_a_tied_parameter_has_one_placement_under_the_first_of_its_names():
+def test_a_tied_parameter_has_one_placement_by_its_first_name():
     module = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
     module[1].weight = module[0].weight
     place_whole(module)

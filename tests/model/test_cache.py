@@ -67,7 +67,7 @@ def test_a_cache_with_a_fault_is_seen(monkeypatch, name):
 
 
 @given(config=configs(), prompt=st.integers(1, 15), num_tokens=st.integers(1, 8))
-def test_each_token_is_read_once_while_the_text_fits_and_then_the_window_anew(config, prompt, num_tokens):
+def test_a_cache_reads_tokens_once_then_each_new_window_anew(config, prompt, num_tokens):
     model, tokens, lengths = loud_model(config), draw_tokens(0, 1, prompt + num_tokens), []
     with torch.no_grad(), caching(model, max_tokens=prompt + num_tokens) as cache:
         for length in range(prompt, prompt + num_tokens):

@@ -35,7 +35,7 @@ def test_the_share_of_kept_elements_is_one_minus_p(p, seed):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("word", range(len(KEY)))
-def test_masks_of_neighbouring_seeds_steps_layers_and_sites_are_independent(p, word):
+def test_masks_of_neighbouring_keys_are_independent(p, word):
     first = mask(p)
     for distance in (1, 2, 256, 2**32):
         other = list(KEY)
@@ -128,7 +128,7 @@ def halves_that_are_alike(**options) -> torch.Tensor:
     return Transformer(config, seed=1).double()(tokens, positions=positions)[0].unflatten(0, (2, 8)).detach()
 
 
-def test_documents_of_one_sample_have_masks_and_router_noise_of_their_own():
+def test_documents_in_a_sample_have_their_own_masks_and_noise():
     experts = dict(num_experts=4, moe_every=1, capacity_factor=None, top_k=2)
     first, second = halves_that_are_alike(**experts)
     assert_equal_to(first, second)

@@ -92,13 +92,13 @@ def test_two_halves_give_the_bits_of_a_whole_backward_and_of_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_model_trained_in_halves_has_the_gradients_of_one_trained_whole_bit_for_bit(dtype):
+def test_split_and_whole_backwards_give_the_same_gradient_bits(dtype):
     whole = train_microbatches(Transformer(SMALL, dtype=dtype), split=False)
     halves = train_microbatches(Transformer(SMALL, dtype=dtype), split=True)
     assert_same_bits(halves, whole)
 
 
-def test_a_tied_weight_deferred_in_the_head_alone_is_equal_but_for_the_order_of_additions():
+def test_deferring_a_tied_head_changes_only_the_addition_order():
     config = ModelConfig(**{**vars(SMALL), "tie_embeddings": True})
     whole = train_microbatches(Transformer(config, dtype=torch.float64), split=False)
     halves = train_microbatches(Transformer(config, dtype=torch.float64), split=True)
@@ -136,7 +136,7 @@ def test_two_passes_of_autograd_would_run_more_products():
     assert products.count == 2 * 12
 
 
-def test_an_input_without_gradient_costs_no_product_and_keeps_no_weight():
+def test_without_an_input_gradient_the_backward_needs_no_weight():
     layer, kept = make_linear(4, 5, False, torch.float32, 0), []
     x = torch.randn(3, 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -155,7 +155,7 @@ def test_input_and_weight_are_all_that_is_kept():
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), layer.weight.data_ptr()}
 
 
-def test_a_frozen_weight_makes_no_entry_and_still_passes_the_gradient_on():
+def test_a_frozen_weight_queues_nothing_and_passes_gradients_on():
     layer, queue, kept = make_linear(4, 5, True, torch.float64, 0), WeightGradients(), []
     layer.requires_grad_(False)
     layer.deferred = queue
@@ -170,7 +170,7 @@ def test_a_frozen_weight_makes_no_entry_and_still_passes_the_gradient_on():
 
 
 @pytest.mark.parametrize("trained", [(), ("weight",), ("bias",)], ids=["none", "weight", "bias"])
-def test_an_output_requires_a_gradient_only_where_a_parameter_is_trained(trained):
+def test_an_output_needs_gradients_only_if_a_parameter_does(trained):
     layer, queue = make_linear(4, 5, True, torch.float32, 0), WeightGradients()
     for name, p in layer.named_parameters():
         p.requires_grad_(name in trained)

@@ -77,7 +77,7 @@ def test_weights_are_those_written_from_one_file_or_several(tmp_path, files):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_tied_head_is_the_embedding_whether_a_file_repeats_it_or_not(tmp_path, repeated):
+def test_a_tied_head_is_the_embedding_even_if_a_file_repeats_it(tmp_path, repeated):
     tied = ModelConfig(**{**vars(CONFIG), "tie_embeddings": True})
     more = {"lm_head.weight": torch.zeros(24, 16)} if repeated else {}
     write(tmp_path, tied, SAID | {"tie_word_embeddings": True}, **more)

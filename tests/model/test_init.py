@@ -58,7 +58,7 @@ def test_every_dtype_starts_from_the_same_numbers():
             assert torch.equal(w, singles[name].to(dtype)), name
 
 
-def test_a_model_made_without_memory_is_filled_unit_by_unit_with_the_same_weights():
+def test_a_meta_model_filled_unit_by_unit_has_the_same_weights():
     model = Transformer(CONFIG, seed=5, device="meta")
     assert all(p.is_meta for p in model.parameters())
     for i, block in reversed(model.layers.items()):

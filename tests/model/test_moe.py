@@ -238,7 +238,7 @@ def test_under_expert_choice_every_expert_takes_its_best_tokens(seed, E, k, fact
     assert metrics.balance_loss == 0
 
 
-def test_the_balance_loss_is_its_coefficient_where_loads_are_even_and_e_times_that_where_one_has_all():
+def test_one_loaded_expert_has_e_times_the_even_balance_loss():
     moe = make(4, 1, None, balance_coef=0.01, z_coef=0.0)
     with torch.no_grad():
         moe.router.weight.copy_(torch.eye(4) * 100)
@@ -268,7 +268,7 @@ def test_auxiliary_losses_are_the_papers_by_group(drawn):
 
 
 @given(data=st.data(), seed=seeds, shared=st.sampled_from([0, 4]))
-def test_parts_of_a_batch_that_know_its_number_of_groups_sum_to_the_whole(data, seed, shared):
+def test_batch_parts_knowing_the_group_count_sum_to_the_whole(data, seed, shared):
     config = ModelConfig(
         vocab_size=7,
         dim=4,
@@ -316,7 +316,7 @@ def test_parts_that_divide_by_their_own_groups_are_noticed():
         assert_equal_to(model.layers["0"].mlp.router.weight.grad, want)
 
 
-def test_the_loss_is_cross_entropy_and_its_gradients_are_those_of_the_whole_objective():
+def test_auxiliary_losses_are_in_the_gradients_but_not_the_loss():
     config = ModelConfig(
         vocab_size=7, dim=4, num_layers=2, num_heads=2, num_experts=3, moe_every=1, z_coef=0.3
     )
@@ -409,7 +409,7 @@ def test_jitter_that_is_added_is_noticed(monkeypatch):
         check_jitter_multiplies(make(jitter=0.1).router)
 
 
-def test_random_numbers_depend_on_sample_position_and_step_in_training_only():
+def test_training_router_noise_follows_sample_position_and_step():
     x, where = torch.ones(2, 3, D).double(), (torch.arange(3), torch.arange(2))
     jittered, noisy = make(jitter=0.1).router, make(router="noisy_top_k").router
     for router in (jittered, noisy):

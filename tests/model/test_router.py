@@ -39,7 +39,7 @@ def runs_of_equal_tokens(seed):
 
 @pytest.mark.parametrize("options", CROWDED, ids=str)
 @given(seed=seeds)
-def test_of_equal_tokens_the_earlier_are_served_however_their_scores_are_rounded(options, seed):
+def test_equal_tokens_are_served_in_order_despite_rounding(options, seed):
     moe = mixture(**options)
     exact, rounded = runs_of_equal_tokens(seed)
     assert torch.equal(routed(moe, exact)[0], routed(moe, rounded)[0])
@@ -81,13 +81,13 @@ def test_under_expert_choice_padding_takes_no_place():
     assert expert.tolist() == [[[1], [0], [0]]]
 
 
-def test_of_equal_experts_the_first_are_chosen_however_their_scores_are_rounded():
+def test_equal_experts_are_chosen_in_order_despite_rounding():
     probs = torch.full((4,), 0.25, dtype=torch.float64)
     for scores in (torch.zeros(4), torch.tensor([0.0, 1e-12, -1e-12, 2e-12])):
         assert token_choice(probs, scores, top_k=2)[0].tolist() == [0, 1]
 
 
-def test_the_balance_bias_chooses_experts_and_does_not_weigh_their_outputs():
+def test_the_balance_bias_chooses_experts_without_weighing_them():
     moe = MoE(4, 3, 4, capacity_factor=None, balance_bias=True).double()
     moe.balance_bias[2] = 1.0
     logits = torch.randn(1, 8, 4, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_jitter_and_noise_differ_between_layers():
         assert not torch.equal(first.router(x, indices, samples), second.router(x, indices, samples))
 
 
-def test_the_second_expert_is_used_with_twice_its_weight_as_the_probability():
+def test_the_second_experts_use_probability_is_twice_its_weight():
     """Of 40,000 tokens of one distribution; in evaluation always. Left out, it takes no place and no load."""
     logits = torch.tensor([2.0, 0.5, -1.0, -1.5], dtype=torch.float64).expand(1, 40_000, 4)
     moe = MoE(4, 3, 4, top_k=2, capacity_factor=None, random_second=True).double()
@@ -124,7 +124,7 @@ def test_the_second_expert_is_used_with_twice_its_weight_as_the_probability():
     assert moe.eval()(torch.randn(1, 8, 4, dtype=torch.float64))[1].load.sum() == 16
 
 
-def test_equal_weights_use_both_experts_and_the_draw_follows_sample_index_and_step():
+def test_equal_weights_use_both_experts_with_repeatable_draws():
     moe = MoE(4, 3, 4, top_k=2, capacity_factor=None, random_second=True).double()
     torch.nn.init.zeros_(moe.router.weight)
     assert moe(torch.randn(2, 64, 4, dtype=torch.float64))[1].load.tolist() == [128, 128, 0, 0]
@@ -151,7 +151,7 @@ def test_a_token_uses_the_best_experts_of_its_best_nodes(seed, data):
 
 
 @pytest.mark.parametrize(("E", "nodes", "k"), [(8, 4, 2), (8, 2, 3), (6, 3, 4), (4, 4, 1)])
-def test_without_a_limit_experts_are_on_as_many_nodes_as_the_formula_says(E, nodes, k):
+def test_unlimited_experts_use_as_many_nodes_as_by_the_formula(E, nodes, k):
     every = torch.tensor(list(combinations(range(E), k)))
     want = nodes * (1 - math.comb(E - E // nodes, k) / math.comb(E, k))
     assert nodes_used(every, E, nodes).double().mean().item() == pytest.approx(want)
@@ -180,7 +180,7 @@ def sent_between_nodes(world, limit) -> tuple[int, int, int]:
     return copies_sent(world, x, expert, 8)[0], rows * 4 * 8, 16 * min(2, limit or 2) * 4 * 8
 
 
-def test_a_copy_for_each_node_sends_the_rows_of_the_nodes_used_and_fewer_under_a_limit():
+def test_each_used_node_is_sent_a_copy_and_a_limit_sends_fewer():
     totals = []
     for limit in (None, 1):
         counts = minipar.run(sent_between_nodes, limit, world_size=4)

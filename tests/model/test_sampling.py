@@ -64,7 +64,7 @@ def test_rows_of_a_batch_are_continued_alike(model):
     assert torch.equal(both[1], generate(model, torch.tensor([5, 0]), 6))
 
 
-def test_sampling_repeats_with_its_seed_and_leaves_the_global_one_alone(model):
+def test_sampling_repeats_by_seed_and_keeps_the_global_state(model):
     state = torch.get_rng_state()
     first, again, other = (generate(model, [1], 40, temperature=30.0, seed=s) for s in (0, 0, 1))
     assert torch.equal(first, again)
@@ -94,7 +94,7 @@ def test_logits_that_are_not_finite_choose_no_token(model, wrong, temperature):
         generate(model, [1], 2, temperature)
 
 
-def test_a_model_in_training_stays_in_training_and_a_frozen_block_in_evaluation(model):
+def test_generating_keeps_every_modules_training_mode(model):
     model.layers["1"].eval()
     modes = [m.training for m in model.modules()]
     generate(model, [1], 2)

@@ -33,7 +33,7 @@ def test_names_are_canonical():
     assert sum(isinstance(m, Block) for m in Transformer(CONFIG).modules()) == 3
 
 
-def test_a_stage_keeps_the_names_and_starts_from_the_weights_of_the_whole():
+def test_a_stage_has_the_names_and_weights_of_the_whole_model():
     whole = Transformer(CONFIG, seed=4).state_dict()
     parts = [
         Transformer(CONFIG, 4, range(0, 1), last=False),

@@ -68,7 +68,7 @@ def check_bitwise(case, dtype, world_size, steps=2, **options):
 
 
 @given(cases(), exact_dtypes)
-def test_every_schedule_trains_bit_for_bit_as_accumulation_in_one_process(case, dtype):
+def test_every_schedule_trains_bitwise_like_one_process(case, dtype):
     check_bitwise(case, dtype, world_size=4)
 
 
@@ -328,7 +328,7 @@ def _frozen_block(world, config, batch):
     return [(placement_of(p), p.grad / world.size) for p in stage.parameters() if p.requires_grad]
 
 
-def test_a_frozen_block_is_no_obstacle_to_fsdp_where_weight_gradients_are_deferred():
+def test_fsdp_accepts_frozen_blocks_with_deferred_gradients():
     config = small_config(2)
     batch = make_batch(config, 6)
     _, want = one_process(config, torch.float64, batch, 3)
@@ -400,7 +400,7 @@ def _evaluated(world, config, schedule, batch):
 @pytest.mark.parametrize(
     "schedule", [one_f_one_b(4, 4), interleaved(2, 4, 2), zb_v(2, 4)], ids=lambda s: s.name
 )
-def test_evaluating_runs_and_sends_the_forwards_alone_and_drops_nothing_out(schedule):
+def test_evaluation_sends_only_forwards_and_applies_no_dropout(schedule):
     config = small_config(4, dropout=0.5, tie_embeddings=True)
     tokens, targets = batch = make_batch(config, 8, 0)
     want = Transformer(config, dtype=torch.float64).eval().loss(tokens, targets, step=3)

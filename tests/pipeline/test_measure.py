@@ -117,6 +117,6 @@ def test_all_ranks_of_a_run_cut_by_what_rank_0_measured():
     assert minipar.run(cut_by_measurement, computed, world_size=2) == [[["0", "1", "2"]], [["3"]]]
 
 
-def test_a_run_that_measures_its_layers_gives_the_numbers_of_one_process():
+def test_measuring_layers_keeps_the_numbers_of_one_process():
     result = verify(replace(VERIFY_DEFAULTS, pp=2, tp=2, microbatches=2, layer_costs="measured"))
     assert result.equal, table(result)

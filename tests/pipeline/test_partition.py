@@ -48,7 +48,7 @@ def step_seconds(cuts, speeds) -> float:
 
 
 @pytest.mark.parametrize("slow", range(4))
-def test_a_rank_at_half_speed_gets_half_the_layers_and_the_step_gets_faster(slow):
+def test_half_the_layers_for_a_half_speed_rank_speeds_up_steps(slow):
     speeds = [0.5 if rank == slow else 1.0 for rank in range(4)]
     equal, unequal = [range(0, 4), range(4, 8), range(8, 11), range(11, 14)], balance([1] * 14, 4, speeds)
     assert [len(layers) for layers in unequal] == [2 if rank == slow else 4 for rank in range(4)]

@@ -105,7 +105,7 @@ def test_a_bad_request_is_one_clear_line(fn, message):
     assert said == message
 
 
-def test_a_schedule_that_cannot_run_is_refused_on_every_rank_before_anything_is_sent():
+def test_every_rank_refuses_an_impossible_schedule_up_front():
     schedule = one_f_one_b(2, 2)
     (f0, *middle, b1) = schedule.actions[0]
     stuck = replace(schedule, actions=((b1, *middle, f0), schedule.actions[1]))

@@ -35,7 +35,7 @@ def _products(world, config, schedule, batch):
     return products.seen
 
 
-def test_both_halves_of_a_backward_run_exactly_the_products_of_the_whole():
+def test_split_backwards_run_exactly_the_products_of_whole_ones():
     """Plain attention, so that its products are counted too: 7 matrices a layer, and 2 products in attention."""
     config = small_config(4, attention="plain", tie_embeddings=True)
     batch = make_batch(config, 4)
@@ -111,7 +111,7 @@ def _live(world, schedule, batch):
 
 
 @given(schedules(WHOLE_SAMPLES, max_ranks=4, max_microbatches=8))
-def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_schedule(schedule):
+def test_ranks_hold_the_simulated_activations_in_schedule_order(schedule):
     batch = torch.randn(schedule.num_microbatches, 4), torch.randn(schedule.num_microbatches, 4)
     found = minipar.run(_live, schedule, batch, world_size=4)[: schedule.num_ranks]
     assert tuple(peak for peak, _, _ in found) == simulate(schedule).peak_live

@@ -50,7 +50,7 @@ def test_a_ranks_collector_does_not_search_what_all_ranks_share():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_left_of_a_caller_that_is_killed_while_its_pool_starts(tmp_path, place):
+def test_a_caller_killed_while_its_pool_starts_leaves_nothing(tmp_path, place):
     program = Program(tmp_path, f"STOP_AT = {place!r}{STARTING}minipar.run(lambda world: None, world_size=3)")
     read_until(program, place)
     program.process.kill()
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_a_caller_that_is_killed_while_its_pool_starts(tmp_pa
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
-def test_after_ctrl_c_while_the_pool_starts_the_next_run_works_and_nothing_is_left(tmp_path, place):
+def test_after_ctrl_c_at_startup_nothing_is_left_and_runs_work(tmp_path, place):
     program = Program(
         tmp_path,
         f"STOP_AT = {place!r}{STARTING}"
@@ -84,7 +84,7 @@ print(minipar.run(lambda world: world.rank, world_size=3))
 
 
 @pytest.mark.thorough
-def test_ranks_that_cannot_notice_and_their_children_end_with_a_caller_that_is_killed(tmp_path):
+def test_unresponsive_ranks_and_children_end_with_their_caller(tmp_path):
     """Rank 0 keeps the interpreter to itself, rank 1 is stopped, each has a child; a fork of the caller lives on."""
     program = Program(
         tmp_path,
@@ -163,7 +163,7 @@ def test_a_data_loader_with_workers_runs_on_a_rank():
 
 
 @pytest.mark.thorough
-def test_a_forked_child_has_pools_of_its_own_and_leaves_its_parents_alone(tmp_path):
+def test_a_forked_child_gets_its_own_pools_not_its_parents(tmp_path):
     program = Program(
         tmp_path,
         """
@@ -197,7 +197,7 @@ def test_a_forked_child_has_pools_of_its_own_and_leaves_its_parents_alone(tmp_pa
 
 
 @pytest.mark.thorough
-def test_of_runs_that_threads_begin_at_once_one_runs_and_the_script_stays_the_main_module(tmp_path):
+def test_of_concurrent_runs_one_runs_and_the_script_stays_main(tmp_path):
     program = Program(
         tmp_path,
         """
@@ -249,7 +249,7 @@ def test_the_path_of_the_folder_for_temporary_files_may_be_long(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_pool_whose_fork_server_is_killed_says_so_and_the_next_run_works():
+def test_a_killed_fork_server_is_reported_and_the_next_run_works():
     def kill_server(rank, value):
         os.kill(launch._servers[0]._process.pid, signal.SIGKILL)
 

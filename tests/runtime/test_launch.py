@@ -75,7 +75,7 @@ def test_what_a_rank_reports_reaches_the_caller_in_its_order():
         assert [step for r, step in heard if r == rank] == [0, 1, 2]
 
 
-def test_an_exception_in_on_report_ends_the_run_and_the_next_one_works():
+def test_an_exception_in_on_report_ends_only_that_run():
     def stop(rank, value):
         raise KeyError(value)
 
@@ -126,7 +126,7 @@ def not_for_ever():
 
 
 @pytest.mark.parametrize("error", CANNOT_LOAD)
-def test_an_answer_that_the_rank_cannot_load_raises_where_it_was_asked_for(error):
+def test_an_unloadable_answer_raises_where_it_was_asked_for(error):
     def ask(world):
         not_for_ever()
         with pytest.raises(error):
@@ -140,7 +140,7 @@ def test_an_answer_that_the_rank_cannot_load_raises_where_it_was_asked_for(error
 
 @pytest.mark.parametrize("what", ["report", "ask"])
 @pytest.mark.parametrize("error", CANNOT_LOAD)
-def test_what_the_caller_cannot_load_raises_there_and_the_next_run_works(error, what):
+def test_what_the_caller_cannot_load_raises_and_later_runs_work(error, what):
     how = CANNOT_LOAD[error]
 
     def tell(world):
@@ -171,7 +171,7 @@ def test_an_answer_that_cannot_be_pickled_raises_in_the_caller():
         minipar.run(ask, world_size=1, on_ask=lambda rank, value: Breaks(*CANNOT_DUMP))
 
 
-def test_a_result_that_cannot_be_loaded_does_not_hide_why_another_rank_failed():
+def test_an_unloadable_result_does_not_hide_another_ranks_error():
     def fail(world):
         if world.rank == 0:
             return Breaks(dict, *CANNOT_LOAD[ModuleNotFoundError])
@@ -202,7 +202,7 @@ def test_an_object_is_broadcast_from_any_root():
 
 
 @pytest.mark.thorough
-def test_torch_compiles_what_a_script_defines_also_around_a_break_in_the_graph(tmp_path):
+def test_torch_compiles_script_definitions_around_graph_breaks(tmp_path):
     program = Program(
         tmp_path,
         """
@@ -248,7 +248,7 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints_below_it():
+def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints():
     cells = [
         "import minipar, torch\nscale = 10",
         "def hello(world):\n    print('hello from', world.rank)\n    return scale * world.rank",
@@ -345,7 +345,7 @@ def test_a_bad_request_is_refused_before_a_process_is_started(message, monkeypat
         minipar.run(**{"fn": lambda world: None, **BAD_REQUESTS[message]})
 
 
-def test_a_run_from_a_folder_that_was_removed_says_so_and_leaves_the_pool_alone(tmp_path, monkeypatch):
+def test_a_run_from_a_removed_folder_says_so_and_keeps_the_pool(tmp_path, monkeypatch):
     pids = minipar.run(lambda world: os.getpid(), world_size=1)
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -385,7 +385,7 @@ def test_ranks_per_node_is_what_torchrun_says(monkeypatch, told, ranks):
     assert launch.ranks_per_node() == ranks
 
 
-def test_a_world_that_torchrun_restarts_reads_nothing_of_what_those_before_it_have_left_in_the_store():
+def test_a_world_restarted_by_torchrun_reads_no_older_messages():
     store = torch.distributed.HashStore()
 
     def join(rank):
@@ -425,7 +425,7 @@ def test_a_pool_whose_processes_cannot_start_says_why(server, monkeypatch, tmp_p
 
 
 @pytest.mark.thorough
-def test_where_forking_is_unsafe_each_rank_is_an_interpreter_of_its_own(monkeypatch):
+def test_if_forking_is_unsafe_each_rank_is_its_own_interpreter(monkeypatch):
     launch._end_all()
     monkeypatch.setattr(launch, "ForkServer", partial(ForkServer, "exec"))
     try:

@@ -61,7 +61,7 @@ def written(capsys):
     there.close()
 
 
-def test_what_is_shown_does_not_depend_on_the_parts_in_which_it_is_written(written):
+def test_shown_output_does_not_depend_on_how_writes_are_split(written):
     """An empty line is shown where there is nothing between two newlines, and no carriage return shows one."""
     for length in range(6):
         for text in map(bytes, itertools.product(b"a\r\n", repeat=length)):

@@ -98,7 +98,7 @@ def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
 
 
 @pytest.mark.thorough
-def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
+def test_a_hanging_rank_is_named_as_others_make_a_process_group():
     """In a pool of more ranks than the run has, torch's collectives need a process group of the run's own."""
     minipar.run(lambda world: None, world_size=8)
     _names_the_rank_that_hangs(
@@ -117,7 +117,7 @@ def _names_the_rank_that_hangs(hangs, where, said="waited 3 s to|[Tt]imed out|Ap
     assert set(error.waiting) == {0, 2, 3}
 
 
-def test_a_deadlock_names_the_operation_and_the_line_of_the_rank_it_names():
+def test_a_deadlock_names_the_blocked_ranks_operation_and_line():
     with pytest.raises(minipar.RankError) as caught:
         minipar.run(failures.skips_a_collective, world_size=2)
     (said,) = re.findall(r"rank 0 waits to .*", caught.value.remote_traceback)
@@ -163,7 +163,7 @@ def test_the_first_failure_is_reported_not_one_it_caused(monkeypatch):
         assert f"receive 4 bytes from rank {rank + 1}" in caught.value.waiting[rank]
 
 
-def test_an_answer_that_comes_while_ranks_are_asked_what_they_do_is_not_lost():
+def test_an_answer_arriving_during_a_status_query_is_not_lost():
     here, there = Pipe()
     keeper, _other_end = Pipe()
     one = SimpleNamespace(rank=0, pipe=here, outputs=(), stopped=False)

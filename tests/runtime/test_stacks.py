@@ -23,7 +23,7 @@ DUMP = """Stack (most recent call first):
 """.replace("{worker}", worker.__file__)
 
 
-def test_the_callers_part_of_the_main_threads_stack_is_read_from_a_dump():
+def test_the_callers_part_of_the_main_stack_is_read_from_a_dump():
     reads, writes = Pipe(duplex=False)
     for rest in ("", "rest of another dump\n  File " + '"other.py", line 1 in other\n'):
         os.write(writes.fileno(), (rest + DUMP).encode())

@@ -16,7 +16,7 @@ import minipar
 from minipar.runtime import caller, worker
 
 
-def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
+def test_an_earlier_functions_settings_change_no_later_results():
     def state(world):
         x = torch.ones(1, requires_grad=True)
         return (
@@ -96,7 +96,7 @@ SPOILS = {
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="settings of newer versions of torch"
 )
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_no_precision_or_fast_path_that_an_earlier_function_set_is_left(spoil):
+def test_precision_and_fast_path_settings_do_not_outlive_a_run(spoil):
     def state(world):
         backends = torch.backends
         of = [backends, backends.cudnn, backends.mkldnn, backends.cuda.matmul]
@@ -151,7 +151,7 @@ def test_what_ranks_print_appears_at_the_caller_with_the_rank(capsys):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_function_that_leaves_no_stream_to_print_to_returns_its_result(stream, closed, capfd):
+def test_a_function_that_closes_stdout_or_stderr_still_returns(stream, closed, capfd):
     def leave(world):
         getattr(sys, stream).close() if closed else setattr(sys, stream, None)
         return 7
@@ -239,7 +239,7 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("errand", None)
 
 
-def test_a_function_of_the_callers_own_module_is_seen_as_it_was_edited(own_module):
+def test_ranks_see_edits_to_a_function_of_the_callers_module(own_module):
     errand = own_module("def answer(world):\n    return 1\n", at_s=1000.25)
     assert minipar.run(errand.answer, world_size=2) == [1, 1]
     errand = own_module("def answer(world):\n    return 2 + 0\n", at_s=2000)

@@ -58,7 +58,7 @@ def receive_just_in_time(schedule):
     return tuple(programs)
 
 
-def test_the_obvious_lowering_hangs_where_both_directions_share_one_order():
+def test_an_obvious_lowering_hangs_if_directions_share_an_order():
     """1F1B sends two forwards before it receives a backward, and its neighbour answers the first at once."""
     schedule = one_f_one_b(3, 4)
     Machine(schedule, receive_just_in_time(schedule), shared=False).run(Random(0))
@@ -67,7 +67,7 @@ def test_the_obvious_lowering_hangs_where_both_directions_share_one_order():
 
 
 @given(schedules(max_slices=4))
-def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedule):
+def test_each_rank_boundary_carries_every_unit_once_a_direction(schedule):
     """The wrap-around of a looped placement counts, the turn of a V does not, nor the end of one copy of the model."""
     sent = Counter(
         (instruction.action.op == "F", instruction.action.stage)
@@ -84,7 +84,7 @@ def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedul
 
 
 @given(schedules(max_slices=4))
-def test_every_wait_is_for_a_receive_that_was_posted_and_no_receive_is_left_over(schedule):
+def test_every_wait_has_its_receive_and_no_receive_is_left_over(schedule):
     for program in lower(schedule):
         posted = set()
         for instruction in program:

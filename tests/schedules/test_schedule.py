@@ -25,7 +25,7 @@ def test_every_generated_schedule_is_valid(schedule):
 
 
 @given(schedules(max_slices=4))
-def test_every_stage_runs_each_kind_of_action_in_ascending_microbatch_order(schedule):
+def test_stages_run_each_kind_in_ascending_microbatch_order(schedule):
     """Of a microbatch's slices, forwards in ascending order, backwards in descending. Of two copies, each has its own."""
     order = defaultdict(list)
     for actions in schedule.actions:
@@ -78,7 +78,7 @@ def test_interleaved_order_is_the_published_picture():
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
-def test_looped_placements_go_round_and_v_placements_turn_at_the_last_rank(p, v):
+def test_looped_placements_wrap_and_v_placements_turn_at_the_end(p, v):
     assert interleaved(p, 3, v).stage_rank == breadth_first(p, 3, v).stage_rank == (*range(p),) * v
     assert zb_v(p, 3).stage_rank == dualpipe_v(p, 3).stage_rank == (*range(p), *range(p - 1, -1, -1))
 

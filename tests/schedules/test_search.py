@@ -36,9 +36,7 @@ def test_the_search_is_as_good_as_the_published_one(m, cost, at_1p, at_2p, model
 
 
 @pytest.mark.parametrize(("m", "cost", "at_1p", "_", "__"), PUBLISHED)
-def test_where_an_activation_is_held_until_its_w_the_search_still_beats_the_schedules_by_hand(
-    m, cost, at_1p, _, __
-):
+def test_the_search_beats_zb_h2_holding_activations_until_w(m, cost, at_1p, _, __):
     cost = Costs(*cost)
     assert round(simulate(zb_auto(8, m, cost, 8), cost).bubble_over_total, 4) == at_1p
     at_2p = simulate(zb_auto(8, m, cost, 16), cost).bubble_over_total

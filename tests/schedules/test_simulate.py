@@ -40,9 +40,7 @@ def test_bubble_rates_are_the_published_ones_to_four_decimals(m, cost, of_1f1b, 
 
 
 @pytest.mark.parametrize(("m", "cost", "_1", "published", "_2", "_3"), PUBLISHED)
-def test_interleaved_bubble_rates_are_the_published_ones_less_one_latency_a_rank(
-    m, cost, published, _1, _2, _3
-):
+def test_interleaved_bubbles_are_as_published_less_a_hop_a_rank(m, cost, published, _1, _2, _3):
     """The published times lack 8 * comm of what its order and latencies give; why is not known."""
     rate, v = published
     *work, comm = cost
@@ -52,7 +50,7 @@ def test_interleaved_bubble_rates_are_the_published_ones_less_one_latency_a_rank
 
 
 @given(st.data(), schedules(max_ranks=4, max_microbatches=8, max_slices=3))
-def test_every_action_starts_as_early_as_the_rule_allows_and_no_earlier(data, schedule):
+def test_actions_start_exactly_as_early_as_the_rule_allows(data, schedule):
     """The defining equations, checked on the result: their least solution is unique."""
     timeline = simulate(schedule, cost := data.draw(costs(schedule.num_stages)))
     ends = {output_key(action): end for action, (_, end) in timeline.spans.items()}
@@ -90,7 +88,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, groups, v, f, b):
 
 
 @given(ranks, st.integers(0, 12), seconds)
-def test_zero_bubble_schedules_idle_as_published_where_f_i_w_are_equal(p, more, t):
+def test_zero_bubble_schedules_idle_as_published_at_equal_costs(p, more, t):
     def idle(schedule):
         timeline = simulate(schedule, Costs(t, t, t))
         return timeline.longest_own_span - timeline.ideal
@@ -106,7 +104,7 @@ cost = st.floats(0, 4).map(lambda c: round(c, 2))
 
 
 @given(ranks, microbatches, cost, cost, cost)
-def test_zb_h1_idles_as_its_docstring_says_for_any_costs_and_microbatches(p, m, f, i, w):
+def test_zb_h1_idle_time_is_its_documented_formula_at_any_costs(p, m, f, i, w):
     timeline = simulate(zb_h1(p, m), Costs(f, i, w))
     idle = (p - 1) * (f + i) - (min(p, m) - 1) * min(f, w)
     assert timeline.longest_own_span - timeline.ideal == pytest.approx(idle, abs=1e-9)
@@ -143,7 +141,7 @@ def test_live_activations_peak_as_published(p, m, v):
 
 
 @given(st.data(), schedules(max_ranks=4, max_microbatches=6, max_slices=3))
-def test_the_critical_path_is_an_unbroken_chain_as_long_as_the_makespan(data, schedule):
+def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, schedule):
     timeline = simulate(schedule, cost := data.draw(costs(schedule.num_stages)))
     path = timeline.critical_path
     rank = [schedule.stage_rank[action.stage] for action in path]
@@ -174,7 +172,7 @@ def test_an_action_is_looked_at_once_and_once_more_a_wait(schedule):
         assert times <= 1 + len(schedule.needs(action))
 
 
-def test_unless_told_a_backward_takes_two_forwards_and_a_message_no_time():
+def test_default_backwards_cost_two_forwards_and_sends_are_free():
     assert Costs().table(2) == {"F": (1, 1), "B": (2, 2), "I": (1, 1), "W": (1, 1)}
     assert Costs().hops(range(2)) == [0, 0]
 

@@ -113,7 +113,7 @@ def test_a_fault_in_the_comm_is_found_by_the_specification_of_a_shift():
     assert "it has rank" in report.first_wrong.words
 
 
-def test_the_naive_average_has_the_numbers_and_the_bytes_of_ddp_and_no_overlap():
+def test_the_naive_average_equals_ddp_but_overlaps_nothing():
     report = SPECIFICATIONS["ddp"].check(as_wrapper(ddp.average_gradients))
     assert [verdict.stage for verdict in report.verdicts] == ["runs", "small", "drawn", "bytes", "order"]
     assert report.first_wrong.stage == "order"
@@ -154,7 +154,7 @@ def test_the_way_from_an_idea_to_the_wire_is_short(idea):
         assert imported <= {*files, "collectives"}
 
 
-def test_each_version_of_the_library_begins_with_a_pointer_to_the_floor():
+def test_each_library_version_begins_by_pointing_to_the_floor():
     pointers = {
         "data_parallel/ddp.py": "simple/ddp.py",
         "data_parallel/zero.py": "simple/zero.py",
@@ -535,6 +535,6 @@ x = torch.zeros(1, 4, 6)
         (lambda: transformer.transformer(None, 0, 3), "minipar.partition"),
     ],
 )
-def test_what_the_floor_does_not_do_it_refuses_by_the_name_of_what_does(refused, says):
+def test_the_floor_refuses_what_it_lacks_and_names_what_does_it(refused, says):
     with pytest.raises(ValueError, match=says):
         refused()

@@ -48,7 +48,7 @@ def test_no_timer_outlives_a_deadline():
     assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGPROF)] == handlers
 
 
-def test_the_traces_of_the_largest_world_are_read_in_the_order_of_the_ranks(tmp_path):
+def test_the_largest_worlds_traces_are_read_in_rank_order(tmp_path):
     assert recorded(tmp_path) == {}
     for rank, size in ((0, 1), (10, 11), (2, 11), (1, 2)):
         (tmp_path / f"{rank}-of-{size}.json").write_text(json.dumps([["send", "compute", rank, size]]))

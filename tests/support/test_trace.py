@@ -76,7 +76,7 @@ def test_overlap_is_between_none_and_all_whatever_the_times(spans):
     assert 0.0 <= overlap_fraction(spans) <= 1.0
 
 
-def test_a_collective_in_the_middle_of_ones_own_computing_is_not_hidden():
+def test_a_collective_on_the_compute_lane_is_not_hidden():
     backward = Span("compute", "backward", 0.0, 10.0)
     assert overlap_fraction([backward, Span("communicate", "all_reduce", 4.0, 6.0)]) == 0.0
     assert overlap_fraction([backward, Span("communicate", "all_reduce", 4.0, 6.0, "comm")]) == 1.0
@@ -114,7 +114,7 @@ def test_nothing_is_recorded_where_there_is_no_trace():
 
 
 @given(st.dictionaries(st.integers(0, 7), spans_on_a_grid, max_size=3))
-def test_the_chrome_trace_holds_every_span_once_with_its_names_and_times(spans_by_rank):
+def test_the_chrome_trace_holds_every_span_exactly_once(spans_by_rank):
     events = chrome_events(spans_by_rank)
     lane_of = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -182,7 +182,7 @@ def test_an_asynchronous_operation_is_a_span_of_its_comms_lane(recorded):
         assert (there.kind, there.name) == ("communicate", "all_reduce world/gradients")
 
 
-def test_waiting_for_a_handle_is_a_wait_of_the_main_lane_until_the_operation_ended(recorded):
+def test_waiting_for_a_handle_is_a_main_lane_wait_until_it_ends(recorded):
     waits = [s for spans in recorded for s in spans if s.kind == "wait"]
     assert all((s.name, s.lane) == ("all_reduce world/gradients", "main") for s in waits)
     for spans in recorded:
@@ -196,7 +196,7 @@ def test_messages_are_spans_and_only_what_ran_while_recording_is(recorded):
     assert names == [[*both, "send world"], [*both, "recv world"]]
 
 
-def test_a_straggler_is_the_rank_that_computed_longest_not_the_one_that_waited():
+def test_a_straggler_is_the_rank_computing_longest_not_waiting():
     def spans(compute_s, wait_s):
         return [Span("compute", "F", 0, compute_s), Span("wait", "for B", compute_s, compute_s + wait_s)]
 

@@ -203,7 +203,7 @@ def _refused(world, plan, wrap, options):
         (None, None, {}, "a Sequential is split by a plan of its modules; use plan={...}"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_by_name_before_anything_changes(plan, wrap, options, says):
+def test_what_cannot_be_cut_is_refused_before_anything_changes(plan, wrap, options, says):
     assert says in minipar.run(_refused, plan, wrap, options, world_size=2)[0]
 
 

@@ -116,7 +116,7 @@ def without_needless_products(world) -> tuple[list[int], list[int], list[bool]]:
     return products, sent, [x.grad is not None, w.grad is not None, own.grad is not None]
 
 
-def test_a_gradient_that_nobody_needs_is_neither_computed_nor_sent_for():
+def test_unneeded_gradients_are_neither_computed_nor_sent_for():
     p = 2
     chunk_of_y, chunk_of_x = 2 * 4, 2 * 3
     want = ([p, p, p], [(p - 1) * chunk_of_y, (p - 1) * chunk_of_y, (p - 1) * chunk_of_x], [True] * 3)

@@ -88,7 +88,7 @@ def _optimizer_first(world):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_parameters_of_heads_and_an_early_optimizer_train_as_in_one_process(tp):
+def test_head_parameters_and_early_optimizers_match_one_process(tp):
     model = Model()
     trained(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
     for state in minipar.run(_optimizer_first, world_size=tp):
@@ -189,7 +189,7 @@ def _calls(world):
     )
 
 
-def test_the_first_call_without_objects_runs_twice_more_and_restores_all():
+def test_the_first_call_without_objects_reruns_and_restores_all():
     for result in minipar.run(_calls, world_size=2):
         assert result == ([True, None, False, False, True, None, True, None], False, {True}, HEADS // 2, True)
 
@@ -240,7 +240,7 @@ def _recomputed(world):
     return full_state_dict(model, world)
 
 
-def test_gradients_of_a_backward_within_a_backward_are_checked_by_name():
+def test_gradients_of_a_nested_backward_are_checked_by_name():
     model = Recomputed()
     nn.init.zeros_(model.attention.out.weight)
     trained(model, torch.optim.SGD(model.parameters(), lr=0.3))

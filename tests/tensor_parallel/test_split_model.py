@@ -110,7 +110,7 @@ OPTIMIZERS = st.sampled_from(
 
 @examples(10)
 @given(cases(), OPTIMIZERS)
-def test_five_steps_of_accumulated_microbatches_are_those_of_one_process(case, optimizer):
+def test_five_steps_of_accumulation_match_one_process(case, optimizer):
     minipar.run(compare_training, case, *optimizer, world_size=case.tp)
 
 
@@ -212,7 +212,7 @@ def padded(world, vocab_size: int, sequence_parallel: bool) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("vocab_size", [7, 10, 12])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_padded_vocabulary_gives_the_numbers_of_the_vocabulary_itself(vocab_size, sequence_parallel):
+def test_a_padded_vocabulary_gives_the_unpadded_numbers(vocab_size, sequence_parallel):
     minipar.run(padded, vocab_size, sequence_parallel, world_size=4)
 
 

@@ -108,7 +108,7 @@ def test_a_step_sends_its_layers_its_ends_and_its_loss(case):
     assert minipar.run(step_bytes, case, world_size=tp) == [want] * tp
 
 
-def test_a_model_sends_by_the_algorithm_given_or_else_by_its_comms_own():
+def test_a_model_uses_the_given_algorithm_or_its_comms_own():
     case = Case(
         ModelConfig(vocab_size=8, dim=8, num_layers=1, num_heads=2, hidden_dim=8), 2, False, 1, 2, seed=0
     )

@@ -118,7 +118,7 @@ def gradient_of_bf16_logits(world, at_target: float) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("at_target", [1.0, 8.0, 11.0, 14.0])
-def test_gradients_of_bf16_logits_are_those_of_one_process_however_sure_the_model_is(at_target):
+def test_bf16_logit_gradients_match_one_process_however_sure(at_target):
     """To one rounding of bf16: p - 1 is rounded, not p and then the difference."""
     found, want = minipar.run(gradient_of_bf16_logits, at_target, world_size=2)[0]
     assert want.any(1).all()
@@ -201,7 +201,7 @@ def refusals_of_what_is_outside(world) -> list[str]:
     return lines
 
 
-def test_tokens_and_targets_outside_the_vocabulary_are_refused_in_the_words_of_one_process():
+def test_out_of_vocabulary_ids_are_refused_as_in_one_process():
     want = [line for _, _, line in OUTSIDE for _ in range(3)]
     assert minipar.run(refusals_of_what_is_outside, world_size=2) == [want] * 2
 

@@ -185,7 +185,7 @@ def chaos(folder: Path, seed: int, count: int, minutes: float = 0.0) -> tuple[in
 
 
 @pytest.mark.thorough
-def test_a_run_that_something_ends_goes_on_to_the_losses_of_one_never_ended(tmp_path):
+def test_interrupted_runs_resume_to_the_losses_of_unbroken_ones(tmp_path):
     _, wrong = chaos(tmp_path, seed=0, count=8)
     assert not wrong
 

@@ -45,7 +45,7 @@ def test_the_formula_is_what_torch_counts(seq_len, **sizes):
     assert counter.get_total_flops() == 2 * seq_len * flops_per_token(config, seq_len)
 
 
-def test_the_zeros_that_pad_values_are_not_counted_with_latent_attention():
+def test_latent_attentions_value_padding_is_not_counted_as_work():
     """torch counts the padding of v by rope_dim zeros in each head, which is no useful work."""
     config = ModelConfig(**SMALL, attention="plain", kv_latent_dim=6, rope_dim=2)
     tokens = torch.randint(0, 256, (2, 8))
@@ -154,7 +154,7 @@ def explode(config, at: int):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [dict(dp=2), dict(dp=2, zero=2), dict(pp=2, microbatches=2)], ids=str)
-def test_a_step_that_is_no_number_is_skipped_on_every_rank_and_counted(tmp_path, mesh):
+def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(tmp_path, mesh):
     run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, on_nan="skip", **RUN, **mesh)
     metrics = explode(run, at=1).metrics
     assert [line["skipped"] for line in metrics] == [0, 1, 0, 0]
@@ -171,7 +171,7 @@ def test_or_it_stops_the_run_with_what_was_seen(tmp_path):
         explode(run, at=2)
 
 
-def test_the_checkpoint_that_is_being_written_when_a_step_stops_the_run_is_completed(tmp_path):
+def test_a_stopping_step_completes_the_checkpoint_in_progress(tmp_path):
     run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, dp=2, checkpoint_every=2, **RUN)
     with pytest.raises(minipar.RankError, match=r"step 2: the loss is .* and the gradient norm nan"):
         explode(run, at=2)
@@ -182,7 +182,7 @@ def test_the_checkpoint_that_is_being_written_when_a_step_stops_the_run_is_compl
 # Where they are written ---------------------------------------------------------------------------------------------
 
 
-def test_lines_are_there_as_they_come_and_a_half_written_one_is_not_read(tmp_path):
+def test_metrics_are_readable_at_once_and_half_lines_ignored(tmp_path):
     log = MetricsLog(tmp_path)
     for step in range(3):
         log({"step": step, "loss": 0.5})
@@ -237,7 +237,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
     [dict(dp=2, pp=2, tp=2, microbatches=2), dict(cp=2, zero=3), dict(pp=2, schedule="zb-v", microbatches=4)],
     ids=str,
 )
-def test_the_validation_loss_is_that_of_one_process_and_leaves_training_alone(tmp_path, mesh):
+def test_validation_loss_matches_one_process_sparing_training(tmp_path, mesh):
     model = ModelConfig(**SMALL, dropout=0.2, tie_embeddings=True)
     run = dict(model=model, out=tmp_path, eval_every=2, **RUN)
     want, got = train(TrainConfig(**run)).metrics, train(TrainConfig(**run, **mesh)).metrics

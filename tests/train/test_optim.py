@@ -25,7 +25,7 @@ def test_runs_average_gradients_as_gpt_3_did():
     assert BETAS == (0.9, 0.95), "arXiv:2005.14165, appendix B"
 
 
-def test_matrices_decay_and_vectors_do_not_also_where_a_matrix_is_held_as_a_flat_shard():
+def test_matrices_decay_even_as_flat_shards_and_vectors_do_not():
     model = nn.Linear(3, 4)
     shard = nn.Parameter(torch.zeros(6))
     set_placement(shard, Placement.whole("w", (3, 4)).flatten_range(0, 6))
@@ -105,7 +105,7 @@ def two_models(world, wrap):
 
 
 @pytest.mark.parametrize("wrap", [minipar.DDP, minipar.FSDP])
-def test_two_models_on_a_rank_with_the_same_names_are_not_taken_for_replicas(wrap):
+def test_two_models_of_the_same_names_are_not_taken_for_replicas(wrap):
     for norm, want in minipar.run(two_models, wrap, world_size=2):
         assert norm == pytest.approx(want)
 
@@ -170,7 +170,7 @@ def norms_with_a_frozen_parameter(world):
     return grad_norm(params, world, shares).item(), grad_norm(params, world).item()
 
 
-def test_shares_of_all_parameters_are_right_also_where_some_are_frozen():
+def test_the_norm_by_shares_is_right_with_frozen_parameters():
     for by_shares, without in minipar.run(norms_with_a_frozen_parameter, world_size=2):
         assert by_shares == without == pytest.approx(8**0.5)
 

@@ -32,7 +32,7 @@ EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", range(4))
-def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtype, zero):
+def test_half_precision_has_float32_masters_at_every_zero_stage(dtype, zero):
     result = verify(replace(SHORT, pp=2, dp=2, tp=2, microbatches=2, dtype=dtype, zero=zero))
     assert result.equal, table(result)
 
@@ -161,7 +161,7 @@ def overflowing(world, config):
     ],
     ids=str,
 )
-def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_process_does(mesh, ahead):
+def test_overflows_halve_the_scale_everywhere_as_in_one_process(mesh, ahead):
     config = replace(SHORT, dtype="float16", loss_scale=2.0**30, steps=20, **mesh)
     (lines, scaler), *others = minipar.run(overflowing, config, world_size=mesh.get("pp", 1) * mesh["dp"])
     assert all(other == (lines, scaler) for other in others)
@@ -199,7 +199,7 @@ def test_the_scalers_state_goes_on_where_it_was():
     assert [a for a, _ in scales] == [b for _, b in scales] == [32.0, 32.0, 32.0, 64.0, 64.0, 32.0]
 
 
-def test_what_is_not_finite_stops_the_run_or_skips_the_step_unless_a_smaller_scale_may_mend_it():
+def test_non_finite_steps_stop_or_skip_unless_rescaling_may_help():
     config = replace(SHORT, dtype="float16")
     scaler = DynamicLossScaler(None, initial=4.0)
     assert [may_step(config, 0, 1.0, math.inf, scaler) for _ in range(2)] == [False, False]

@@ -33,7 +33,7 @@ KEPT = dict(recompute="full", partition_activations=True)
     ],
     ids=str,
 )
-def test_wherever_activations_wait_the_numbers_are_those_of_one_process(changes):
+def test_recomputing_or_offloading_keeps_one_processs_numbers(changes):
     result = verify(replace(DEFAULTS, steps=2, **changes))
     assert result.equal, table(result)
 
@@ -86,7 +86,7 @@ def test_fsdp_unshards_the_blocks_of_a_unit_but_its_last_once_more():
     assert in_units - full == block // 2  # of three blocks, only the first is not the last of its unit
 
 
-def test_a_mode_that_does_not_exist_is_refused_before_anything_is_changed():
+def test_an_unknown_mode_is_refused_before_anything_changes():
     stage = Transformer(CONFIG)
     with pytest.raises(
         ValueError,

@@ -39,9 +39,7 @@ def numbers(folder: Path) -> dict[int, tuple]:
 
 
 @pytest.mark.thorough
-def test_under_torchrun_a_run_whose_ranks_are_killed_resumes_to_the_losses_of_one_never_stopped(
-    tmp_path, never_stopped
-):
+def test_a_run_killed_under_torchrun_resumes_to_unbroken_losses(tmp_path, never_stopped):
     out = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", "2")
     torchrun += ("--log-dir", str(tmp_path / "logs"))

@@ -210,7 +210,7 @@ def contents(folder) -> dict:
 
 
 @pytest.mark.thorough
-def test_a_folder_whose_checkpoints_are_all_unreadable_is_left_as_it_is(tmp_path):
+def test_a_folder_of_unreadable_checkpoints_is_left_unchanged(tmp_path):
     train(replace(BASE, checkpoint_every=2, out=tmp_path))
     for path in checkpoints(tmp_path / "checkpoints"):
         damage_bit(path / "rank-00000.safetensors")
@@ -225,7 +225,7 @@ def test_a_folder_whose_checkpoints_are_all_unreadable_is_left_as_it_is(tmp_path
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_without_checkpoints_leaves_anothers_settings_and_metrics_as_they_are(tmp_path):
+def test_a_run_without_checkpoints_leaves_anothers_files_alone(tmp_path):
     train(replace(BASE, checkpoint_every=2, out=tmp_path))
     before = contents(tmp_path)
     with pytest.raises(ValueError, match="has checkpoints of an earlier run"):
@@ -233,7 +233,7 @@ def test_a_run_without_checkpoints_leaves_anothers_settings_and_metrics_as_they_
     assert contents(tmp_path) == before
 
 
-def test_in_a_new_folder_a_resumed_runs_log_has_no_lines_of_an_earlier_run(tmp_path):
+def test_a_resumed_run_in_a_new_folder_logs_only_its_own_lines(tmp_path):
     train(replace(BASE, checkpoint_every=2, out=tmp_path / "first"))
     train(replace(BASE, out=tmp_path / "second"))
     train(replace(BASE, steps=6, resume=tmp_path / "first", out=tmp_path / "second"))
@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_last_step_is_saved_and_what_differs_on_resuming_is_said_in_a_line(tmp_path, capfd):
+def test_the_last_step_is_saved_and_resuming_says_what_changed(tmp_path, capfd):
     train(replace(BASE, steps=3, checkpoint_every=2, out=tmp_path / "first"))
     path = newest_whole(tmp_path / "first" / "checkpoints")
     assert path.name == "step-00000003"

@@ -23,7 +23,7 @@ def bytes_kept(mode: str, offload: bool = False) -> int:
     return kept
 
 
-def test_selective_recomputation_keeps_no_scores_and_full_recomputation_inputs_alone():
+def test_selective_recomputation_keeps_no_scores_and_full_less():
     none, selective, full = (bytes_kept(mode) for mode in ("none", "selective", "full"))
     scores = 4 * CONFIG.num_layers * 2 * CONFIG.num_heads * 32 * 32  # probabilities
     inputs = 4 * CONFIG.num_layers * 2 * 32 * CONFIG.dim

@@ -109,7 +109,7 @@ def test_blocks_of_a_grid_of_ranks_go_on_on_any_other_mesh(never_stopped, tmp_pa
 
 
 @pytest.mark.thorough
-def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_checkpoint(tmp_path):
+def test_a_run_resumes_in_its_own_folder_even_an_empty_one(tmp_path):
     again = replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path)
     assert list(losses(train(again))) == [0, 1, 2, 3, 4]
     assert list(losses(train(replace(again, steps=7)))) == [5, 6]

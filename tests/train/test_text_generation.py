@@ -202,9 +202,7 @@ def sample(world, config, path, bytes_per_rank):
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])
-def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weights(
-    trained, bytes_per_rank, ranks, tp
-):
+def test_a_sample_uses_as_few_ranks_as_hold_the_weights(trained, bytes_per_rank, ranks, tp):
     folder, model = trained
     config = TrainConfig(model=model.config, dtype="float64", seq_len=16, batch_size=8, dp=8 // tp, tp=tp)
     args = config, newest_whole(folder / "checkpoints"), bytes_per_rank
@@ -241,7 +239,7 @@ def test_a_stage_has_its_parts_of_the_weights_and_no_more(trained, tp, pp):
     assert set().union(*names) >= {name for name, _ in model.named_parameters()}
 
 
-def test_a_request_that_cannot_be_met_is_refused_before_any_rank_starts(trained, tmp_path, monkeypatch):
+def test_impossible_requests_are_refused_before_any_rank_starts(trained, tmp_path, monkeypatch):
     folder, _ = trained
     monkeypatch.setattr(
         "minipar.train.text_generation.run", lambda *args, **kwargs: pytest.fail("a rank was started")

@@ -15,7 +15,7 @@ def test_every_run_is_a_point_a_bar_and_a_line():
     assert [t.get_text() for t in left.get_xticklabels()] == ["0.5", "room for all"]
 
 
-def test_a_trained_mixture_drops_less_with_more_room_and_nothing_with_room_for_all(monkeypatch):
+def test_more_room_drops_fewer_tokens_and_full_room_drops_none(monkeypatch):
     monkeypatch.setattr(capacity, "MODEL", replace(capacity.MODEL, dim=16, hidden_dim=8, max_seq_len=32))
     little, more, all_ = (train_with(factor, steps=3) for factor in (0.5, 2.0, None))
     assert little.losses[0] != more.losses[0]

@@ -11,7 +11,7 @@ def metrics(load, kept):
     return MoEMetrics(zero, zero, torch.tensor(load), torch.tensor(kept), sum(load), zero, zero)
 
 
-def test_every_choice_is_a_box_and_what_is_dropped_is_hatched_beyond_the_line():
+def test_choices_are_boxes_and_dropped_ones_hatched_past_a_line():
     moe, x = MoE(4, 3, 4, 2, 0.75), torch.randn(1, 12, 4)
     routing = moe.route(moe.router(x, torch.arange(12), torch.arange(1)), RoutingGroups(1, 12, 12))
     figure = queue_figure(routing.expert.tolist(), routing.kept.tolist(), capacity=5)

@@ -8,7 +8,7 @@ BARS = [
 ]
 
 
-def test_a_bar_is_as_high_as_what_is_held_and_the_mark_is_at_the_formula():
+def test_bars_show_what_is_held_and_the_mark_is_at_the_formula():
     (axes,) = memory_figure(BARS).axes
     heights = [patch.get_height() for patch in axes.patches]
     assert heights == [4.0, 4.0, 8.0, 1.0, 1.0, 2.0]  # kB

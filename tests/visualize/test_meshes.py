@@ -16,7 +16,7 @@ def test_a_run_has_marks_at_its_own_steps_and_a_line_of_differences():
     assert [list(line.get_ydata()) for line in below.lines] == [[LEAST] * 4, [LEAST, LEAST, 0.5, LEAST]]
 
 
-def test_every_mesh_of_the_picture_is_legal_and_the_exact_ones_have_marks():
+def test_every_pictured_mesh_is_legal_and_exact_ones_have_marks():
     for mesh in (meshes.MESHES | meshes.LOSSY).values():
         assert config_of(mesh, steps=2).world_size in (4, 8)
     assert len(meshes.MESHES) <= len(meshes.MARKERS)

@@ -37,7 +37,7 @@ def test_the_hidden_part_of_communication_is_written_beside_each_rank():
     assert texts.count("dp") == 1
 
 
-def test_no_hidden_part_is_written_if_no_rank_communicates_beside_its_own_thread():
+def test_no_hidden_part_is_written_without_a_communication_lane():
     figure = trace_figure({0: [Span("compute", "forward", 0, 1), Span("communicate", "exchange", 1, 3)]})
     assert not any("hidden" in text.get_text() for text in figure.axes[0].texts)
 

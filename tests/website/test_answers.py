@@ -53,7 +53,7 @@ def test_an_action_names_what_it_needs_and_who_waits_for_it(schedule, data):
         assert chosen in schedule.needs(Action(*waiting))
 
 
-def test_a_valid_order_of_ones_own_is_simulated_and_a_deadlock_says_its_cycle():
+def test_a_valid_custom_order_runs_and_deadlocks_show_a_cycle():
     orders = [[list(a) for a in own] for own in make_schedule("gpipe", 2, 2).actions]
     assert asked("pipeline", schedule="gpipe", p=2, m=2, orders=orders)["name"] == "yours"
     ours = [[list(a) for a in own] for own in make_schedule("chimera", 2, 2).actions]

@@ -154,7 +154,7 @@ def save_data(browser) -> None:
     browser.execute_script("Object.defineProperty(navigator, 'connection', {value: {saveData: true}})")
 
 
-def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_numbers(browser, site_url):
+def test_the_home_page_shows_simulator_numbers_without_python(browser, site_url):
     opened(browser, site_url, "index.html")
     assert until(browser, "document.body.dataset.drawn") == "1f1b 4 8"
     save_data(browser)
@@ -193,7 +193,7 @@ def lesson_page(number: str) -> str:
 
 
 @pytest.mark.parametrize("number", EXPLORABLES)
-def test_a_lessons_explorable_is_there_at_once_and_moves_without_python(browser, site_url, number):
+def test_a_lessons_explorable_works_at_once_without_python(browser, site_url, number):
     if not html_pages():
         pytest.skip("the site is not built: make site")
     opened(browser, site_url, lesson_page(number))
@@ -584,7 +584,7 @@ def test_every_card_can_be_read_without_javascript():
     assert text.count('<details class="card"') == len(book())
 
 
-def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_do(browser):
+def test_from_a_folder_search_works_and_live_pages_give_advice(browser):
     if not html_pages():
         pytest.skip("the site is not built: make site")
     browser.get((SITE / "index.html").as_uri())

@@ -48,7 +48,7 @@ def test_one_bucket_is_the_backward_and_then_a_whole_ring(link):
     assert len(got["ranks"][1]) == 1
 
 
-def test_buckets_go_one_after_the_other_and_the_best_is_neither_one_nor_each_layer():
+def test_buckets_go_in_turn_and_the_best_size_is_in_between():
     steps = {}
     for size in pictures.BUCKETS:
         got = pictures.overlap(size, "12.5 GB/s, 100 us a message")

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from minipar.data_parallel.arguments import CommOf, ParamGroup
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.mesh import Placement, placement_of
-from minipar.train.averaging import Averaging
+from minipar.train.averaging import Averager
 from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import Group
 
@@ -98,7 +98,7 @@ def largest_stable_rate(delay: int) -> float:
     return math.sin(math.pi / (4 * delay + 2))
 
 
-class DelayedAveraging(Averaging):
+class DelayedAveraging(Averager):
     """Plain averages of gradients, which an optimizer of its own applies later."""
 
     def __init__(self, config: TrainConfig):

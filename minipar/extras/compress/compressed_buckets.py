@@ -13,7 +13,7 @@ from minipar.comm import Comm
 from minipar.comm.transport.stream import Handle, Pending
 from minipar.data_parallel.arguments import CommOf, function_of_parameter
 from minipar.data_parallel.buckets import Layout, range_in_param, slice_of_chunk
-from minipar.data_parallel.reductions import Reduction, reduce_plainly
+from minipar.data_parallel.reductions import BucketReduction, reduce_plainly
 from minipar.extras.compress.plain_mean import Compressor, can_scatter
 from minipar.mesh import placement_of, set_placement
 
@@ -68,7 +68,7 @@ class CompressedBuckets(Compressors):
         self.scatters = scatters
         self._stand_ins: dict[Tensor, Tensor] = {}
 
-    def __call__(self, reduction: Reduction) -> Pending:
+    def __call__(self, reduction: BucketReduction) -> Pending:
         if reduction.comm.size == 1:
             return reduce_plainly(reduction)
         compressor = self.of(reduction.comm)
@@ -92,7 +92,7 @@ class CompressedBuckets(Compressors):
 
 
 @torch.no_grad()
-def own_gradients(reduction: Reduction) -> Pending:
+def own_gradients(reduction: BucketReduction) -> Pending:
     """Send nothing: each rank takes its own gradients for the mean, since the optimizer averages momenta or weights."""
     if reduction.op == "sum":
         reduction.flat.mul_(reduction.comm.size)
@@ -100,7 +100,7 @@ def own_gradients(reduction: Reduction) -> Pending:
 
 
 @torch.no_grad()
-def _average(compressor: Compressor, reduction: Reduction, layout: Layout) -> Tensor:
+def _average(compressor: Compressor, reduction: BucketReduction, layout: Layout) -> Tensor:
     """Replace the gradients in `flat` by the means or, for op="sum", sums; return `flat`, or this rank's chunk of it."""
     flat, comm = reduction.flat, reduction.comm
     parts = {key: flat[start : start + n].view(key.shape) for key, (start, n) in layout.items()}
@@ -111,14 +111,14 @@ def _average(compressor: Compressor, reduction: Reduction, layout: Layout) -> Te
     return _own_part(reduction)
 
 
-def _own_part(reduction: Reduction) -> Tensor:
+def _own_part(reduction: BucketReduction) -> Tensor:
     """Return `flat` or, where `sizes` are given, a copy of this rank's chunk."""
     flat, sizes = reduction.flat, reduction.sizes
     return flat if sizes is None else flat.split(list(sizes))[reduction.comm.rank].clone()
 
 
 @torch.no_grad()
-def _scatter(compressor: Compressor, reduction: Reduction, layout: Layout) -> Tensor:
+def _scatter(compressor: Compressor, reduction: BucketReduction, layout: Layout) -> Tensor:
     """Return this rank's chunk of the means or sums, with zeros in the padding. A chunk's end may cut a gradient."""
     comm, flat, sizes = reduction.comm, reduction.flat, reduction.sizes
     assert sizes is not None

@@ -22,7 +22,7 @@ from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.arguments import CommOf
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
-from minipar.data_parallel.reductions import ReduceBucket, Reduction, reduce_plainly
+from minipar.data_parallel.reductions import BucketReduction, ReduceBucket, reduce_plainly
 from minipar.expert import gradient_comm
 from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
 from minipar.extras.compress.compressed_buckets import CompressedBuckets, Compressors, own_gradients
@@ -39,7 +39,7 @@ from minipar.extras.compress.threshold import choose_by
 from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
-from minipar.train.averaging import Averaging
+from minipar.train.averaging import Averager
 from minipar.train.checkpoint.saver import StoredPart
 from minipar.train.optim import BETAS, Group
 
@@ -64,7 +64,7 @@ CODEC_OF: dict[str, Codec] = {
 # Compressors -----------------------------------------------------------------------------------------------------------
 
 
-class Compressed(Averaging):
+class Compressed(Averager):
     """Averages by the method of `--compress` that the run's configuration names.
 
     compressors  those of buckets or, if the method averages momenta instead, of its optimizer
@@ -82,7 +82,7 @@ class Compressed(Averaging):
             self._reduce = buckets = CompressedBuckets(_selective(config), scatters=config.zero > 1)
             self.compressors.append(buckets)
 
-    def _reduce_bucket(self, reduction: Reduction) -> Pending:
+    def _reduce_bucket(self, reduction: BucketReduction) -> Pending:
         return reduce_plainly(reduction) if self._is_warm else self._reduce(reduction)
 
     def begin_step(self, step: int) -> None:

@@ -166,7 +166,7 @@ def sends_and_results(world, calls):
 
 @examples(6)
 @given(size=st.integers(2, 5), data=st.data())
-def test_both_transports_send_the_same_messages_and_give_the_same_bits(size, data):
+def test_both_transports_give_the_same_messages_and_bits(size, data):
     calls = data.draw(st.lists(cases(size), min_size=4, max_size=10))
     ranks = [run_on(name, sends_and_results, calls, world_size=size) for name in BOTH]
     for rank, (one, other) in enumerate(zip(*ranks)):
@@ -210,7 +210,7 @@ def test_point_to_point_and_subgroups_are_the_same_on_both_transports():
         ("grouped", "cpu:gloo,cuda:nccl", "Grouped"),
     ],
 )
-def test_the_backend_chooses_the_transport_unless_the_environment_does(monkeypatch, name, backend, chosen):
+def test_the_backend_chooses_the_transport_unless_overridden(monkeypatch, name, backend, chosen):
     monkeypatch.delenv("MINIPAR_TRANSPORT", raising=False)
     if name is not None:
         monkeypatch.setenv("MINIPAR_TRANSPORT", name)
@@ -231,7 +231,7 @@ def test_a_transport_that_is_none_is_refused_before_a_process_starts(monkeypatch
 
 
 @pytest.mark.parametrize("transport", BOTH)
-def test_a_tensor_on_another_device_is_refused_by_every_operation_before_anything_waits(transport):
+def test_a_tensor_on_another_device_is_refused_before_waiting(transport):
     """Here on the device "meta", as there on another card, or on the CPU beside NCCL."""
 
     def refused(world):
@@ -254,7 +254,7 @@ def test_a_tensor_on_another_device_is_refused_by_every_operation_before_anythin
 # Communicators ---------------------------------------------------------------------------------------------------
 
 
-def test_every_comm_has_a_communicator_of_its_own_and_the_next_run_takes_the_same_ones():
+def test_each_comm_keeps_its_own_communicator_across_runs():
     def groups(world):
         comms = [world, world.subgroup([0, 1], "a"), world.subgroup([0, 1], "b"), world.subgroup([1, 0], "c")]
         assert world.subgroup([0, 1], "a").process_group() is comms[1].process_group()

@@ -29,7 +29,7 @@ def made(watch=None):
     return cuda, CudaStream(KEY, torch.device("cuda", 0), watch, cuda)
 
 
-def test_the_comms_stream_waits_for_the_caller_then_the_caller_for_it_and_the_host_for_nobody():
+def test_streams_wait_for_each_other_and_the_host_never_waits():
     cuda, stream = made()
     result = torch.ones(2).as_subclass(Seen)
     handle = stream.submit(lambda: cuda.put(cuda.current_stream(), "all_reduce") or result)
@@ -55,7 +55,7 @@ def alive(x):
     return x() is not None
 
 
-def test_an_input_lives_until_its_operation_has_ended_though_nobody_keeps_the_handle():
+def test_an_input_lives_until_its_operation_has_ended():
     _, stream = made()
     _, x = submitted(stream)
     stream.submit(int)
@@ -98,7 +98,7 @@ def test_every_operation_is_watched_by_its_name():
     assert not watch._pending[KEY]
 
 
-def test_a_traces_spans_lie_between_events_and_only_reading_them_waits_for_the_gpu():
+def test_only_reading_a_traces_spans_waits_for_the_gpu():
     cuda, stream = made()
     trace = CudaTrace(cuda)
     waits = len(cuda.log)

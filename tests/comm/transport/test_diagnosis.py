@@ -93,7 +93,7 @@ def waiting_on_a_link(peer, there=False, sent=None):
     return counts([on_link], sent=sent, received={peer: (1, 8)})
 
 
-def test_a_message_on_a_link_waits_in_vain_for_a_rank_that_waits_in_vain():
+def test_waiting_on_a_link_for_a_blocked_rank_is_a_deadlock():
     """Rank 0 has returned; 1 waits for it, 2 for 1, and 3 for 2, whose messages are posted."""
     by_rank = {
         0: counts(),
@@ -120,7 +120,7 @@ def test_a_wait_on_a_link_tells_whether_something_is_there():
     assert wait.described() == message("receive", 1)  # closed since
 
 
-def test_a_rank_blocked_by_something_else_than_a_message_is_not_judged():
+def test_a_rank_not_blocked_by_a_message_is_not_judged():
     assert deadlock({0: counts(), 1: receiving_from(0)}, {0, 1}, set()) is None
 
 

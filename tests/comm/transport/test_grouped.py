@@ -13,9 +13,7 @@ from minipar.comm.transport.messages import ChannelId
     ("ranks", "made", "connected"),
     [((3,), 0, []), ((5, 3), 1, [(5, 5)]), ((3, 5), 1, [(5, 5)]), ((1, 3, 5), 1, [])],
 )
-def test_a_group_gets_its_communicator_at_once_and_a_pair_exchanges_a_message(
-    monkeypatch, ranks, made, connected
-):
+def test_groups_get_communicators_at_once_and_pairs_connect(monkeypatch, ranks, made, connected):
     peers = []
     monkeypatch.setattr(
         grouped, "_in_one_group", lambda _, receive, send: peers.append((receive[1], send[1]))

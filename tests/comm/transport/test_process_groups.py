@@ -49,7 +49,7 @@ def sum_in_three_groups(world, backend):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
 @pytest.mark.parametrize(("backend", "more"), [(process_groups.GLOO, 0), ("gloo", 2)])
-def test_groups_share_the_thread_that_polls_where_torchs_have_one_each(backend, more):
+def test_groups_share_one_polling_thread_where_torchs_do_not(backend, more):
     found = minipar.run(sum_in_three_groups, backend, world_size=3)
     assert found == [([3.0] * 3, more)] * 3
 
@@ -92,5 +92,5 @@ def backend_beside_another_default(world):
     return dist.get_backend(group)
 
 
-def test_a_group_has_the_backend_of_its_own_world_where_torchs_default_group_has_another():
+def test_a_group_has_its_worlds_backend_not_torchs_default():
     assert minipar.run(backend_beside_another_default, world_size=1) == [process_groups.GLOO]

@@ -109,7 +109,7 @@ KINDS = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
 KINDS |= {"ring_attention", "ring_attention_gradients"}
 
 
-def test_each_of_these_kinds_uses_links_and_where_a_rank_refuses_them_gloo_gives_the_same():
+def test_every_kind_uses_links_and_gloo_gives_the_same_results():
     right = run_on("tagged", one_of_each, world_size=3)
     for refuses in ((), (1,), (0, 1, 2)):
         for rank, (results, kinds) in enumerate(
@@ -144,7 +144,7 @@ def sums(world, limit_bytes=None):
     return total.unique().tolist(), {(verb, peer): bool(link) for (_, verb, peer, _), link in links.items()}
 
 
-def test_a_rank_without_memory_to_share_sends_through_gloo_and_says_so(capfd):
+def test_without_shared_memory_a_rank_uses_gloo_and_says_so(capfd):
     ranks = run_on("shared", sums, MILLION, world_size=3)
     assert [total for total, _ in ranks] == [[6.0]] * 3
     assert [links for _, links in ranks] == [
@@ -173,7 +173,7 @@ def without_memory_files(world):
     return sums(world)
 
 
-def test_a_rank_whose_system_has_no_memory_files_sends_through_gloo_without_a_word(capfd):
+def test_without_memory_files_a_rank_uses_gloo_silently(capfd):
     (_, links), (total, others) = run_on("shared", without_memory_files, world_size=2)
     assert total == [3.0]
     assert links == {("send", 1): True, ("receive", 1): False}
@@ -207,7 +207,7 @@ def with_few_descriptors(world, spare, every):
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["one rank", "every rank"])
-def test_ranks_short_of_descriptors_agree_on_gloo_at_each_step_of_making_a_link(every):
+def test_ranks_short_of_descriptors_agree_on_using_gloo(every):
     """Each step needs one or two more: memory, its map, a socket, a connection, the descriptor that is passed."""
     kinds = set()
     for spare in range(12):
@@ -233,7 +233,7 @@ def test_a_short_message_takes_a_link_once_as_many_went_before_it():
             assert links == (small if made else [])
 
 
-def test_short_messages_of_an_all_to_all_stay_on_gloo_however_many_went_before():
+def test_short_all_to_all_messages_always_stay_on_gloo():
     def links(world):
         for _ in range(shared_memory.REPEATED + 2):
             world.all_to_all(torch.ones(4))
@@ -253,7 +253,7 @@ def a_tree_and_a_ring(world):
         return after_tree, len(world._transport._links)
 
 
-def test_sends_and_receives_apart_stay_on_gloo_unless_the_collective_has_a_root():
+def test_separate_sends_and_receives_use_links_only_with_a_root():
     assert run_on("shared", a_tree_and_a_ring, world_size=3) == [(0, 2)] * 3
 
 
@@ -271,7 +271,7 @@ def open_after(world, connect):
 
 
 @pytest.mark.parametrize("connect", [sums, on_another_machine])
-def test_links_are_closed_with_their_transport_and_refused_memory_before(connect):
+def test_closing_the_transport_leaves_no_link_files_open(connect):
     for before, after, waits in run_on("shared", open_after, connect, world_size=2):
         assert before == after
         assert waits == {}
@@ -322,7 +322,7 @@ def test_the_memory_of_a_link_is_taken_before_it_is_written_to():
     offer.close()
 
 
-def test_the_name_of_a_link_is_drawn_and_not_counted_up_as_another_machines_would_be():
+def test_link_names_are_random_rather_than_counted_up():
     offer = linking._offer(0, 200)
     assert re.fullmatch(rb"\0minipar-[0-9a-f]{32}", offer.listener.getsockname())
     offer.close()
@@ -376,9 +376,7 @@ def sums_around_a_mismatch(world, waits_in_order):
 
 @pytest.mark.usefixtures("own_pool")
 @pytest.mark.parametrize("in_order", [True, False])
-def test_after_a_message_that_failed_no_later_one_of_its_link_delivers_what_is_not_its_own(
-    in_order, monkeypatch
-):
+def test_after_a_failed_message_later_ones_on_its_link_fail(in_order, monkeypatch):
     monkeypatch.setattr(
         runtime_call, "PATIENCE_S", 600.0
     )  # the ranks' own errors are wanted, not that of a deadlock
@@ -402,7 +400,7 @@ def late_to_a_broadcast(world, told):
         time.sleep(0.01)
 
 
-def test_a_rank_that_does_not_come_to_make_a_link_is_late_and_not_lost(tmp_path):
+def test_a_rank_that_does_not_come_to_link_is_late_not_lost(tmp_path):
     told = tmp_path / "told"
     with pytest.raises(RankError, match="PeerLate"):
         run_on("shared", late_to_a_broadcast, told, world_size=2, timeout_s=1)
@@ -410,7 +408,7 @@ def test_a_rank_that_does_not_come_to_make_a_link_is_late_and_not_lost(tmp_path)
 
 
 @pytest.mark.parametrize(("raised", "error"), [(TimeoutError, PeerLate), (ConnectionResetError, None)])
-def test_a_step_of_making_a_link_that_takes_too_long_is_late_and_one_that_fails_leaves_gloo(raised, error):
+def test_a_slow_link_step_is_late_and_a_failed_one_leaves_gloo(raised, error):
     transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
     transport.late, transport.lost = partial(Transport.late, transport), partial(Transport.lost, transport)
     message = Message("send", 1, ChannelId("world", (0, 1)), "collective", 0, 8)

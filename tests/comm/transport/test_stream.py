@@ -41,7 +41,7 @@ def test_a_step_within_an_operation_runs_at_once():
     assert stream.submit(lambda: stream.run(lambda: 2)).wait() == 2
 
 
-def test_what_an_operation_raises_is_raised_where_it_is_waited_for_and_the_stream_goes_on():
+def test_an_error_is_raised_at_wait_and_the_stream_goes_on():
     stream = ThreadStream("comm 'x'")
     handle = stream.submit(lambda: 1 / 0)
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_a_second_thread_is_refused():
     assert said == [True]
 
 
-def test_an_operation_of_another_stream_is_refused_while_a_caller_is_inside():
+def test_a_stream_in_use_refuses_another_streams_operation():
     inner, outer = ThreadStream("comm 'inner'"), ThreadStream("comm 'outer'")
 
     def step():
@@ -116,7 +116,7 @@ class Brought:
         return None
 
 
-def test_whoever_has_waited_finds_the_operation_and_what_it_brought_gone():
+def test_an_operation_is_released_once_it_is_waited_for():
     brought, handle, thread = Brought(), Handle(), StreamThread("a stream")
     gone, handle.finished = weakref.ref(brought), LateEvent()
     thread.operations.put((handle, brought.keep))
@@ -128,7 +128,7 @@ def test_whoever_has_waited_finds_the_operation_and_what_it_brought_gone():
     thread.join()
 
 
-def test_two_threads_on_one_comm_are_refused_and_each_may_have_a_subgroup():
+def test_two_threads_may_not_share_a_comm_but_may_use_subgroups():
     def results(world):
         world.barrier()
         mine, theirs = world.subgroup([0, 1], "mine"), world.subgroup([0, 1], "theirs")
@@ -163,7 +163,7 @@ def test_a_backward_may_communicate_from_autograds_own_thread():
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "world"]), st.booleans()), min_size=1, max_size=12))
 @examples(15)
-def test_any_mixture_of_asynchronous_and_synchronous_operations_gives_its_results(calls):
+def test_mixed_asynchronous_and_synchronous_calls_are_right(calls):
     """On three streams of the same ranks: each call's result is that of the call, in whatever order they end."""
 
     def results(world):
@@ -175,7 +175,7 @@ def test_any_mixture_of_asynchronous_and_synchronous_operations_gives_its_result
     assert minipar.run(results, world_size=3) == [[3.0 * i for i in range(len(calls))]] * 3
 
 
-def test_a_synchronous_operation_sees_what_asynchronous_ones_before_it_have_done():
+def test_synchronous_operations_see_earlier_asynchronous_ones():
     def result(world):
         x = torch.ones(1 << 18)
         handle = world.all_reduce_(x, async_op=True)
@@ -203,7 +203,7 @@ def test_a_collective_is_under_way_while_its_caller_computes():
 
 
 @pytest.mark.parametrize("outer_is_async", [False, True])
-def test_an_asynchronous_operation_inside_another_returns_a_handle_too(outer_is_async):
+def test_a_nested_asynchronous_operation_returns_a_handle(outer_is_async):
     """It runs at once, as a step of the other; whoever wrote it need not know that."""
 
     def result(world):

@@ -73,7 +73,7 @@ def test_a_ring_sends_exactly_its_share_where_the_ranks_divide(size, rows):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_halving_and_doubling_sends_what_a_ring_does_where_the_ranks_are_a_power_of_two(size):
+def test_halving_doubling_sends_ring_bytes_on_powers_of_two(size):
     def sent(world):
         counts = []
         for algorithm in ("ring", "halving_doubling", "doubling"):

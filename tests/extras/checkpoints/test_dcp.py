@@ -264,7 +264,7 @@ def without_state(world, folder):
             call()
 
 
-def test_an_optimizer_without_states_and_torchs_own_functions_are_refused(tmp_path):
+def test_a_stateless_optimizer_and_torchs_functions_are_refused(tmp_path):
     minipar.run(without_state, tmp_path, world_size=2)
 
 

@@ -30,7 +30,7 @@ def depth(trees, rank: int) -> int:
 
 
 @given(st.integers(1, 300))
-def test_each_tree_spans_the_ranks_and_each_rank_is_an_inner_node_in_at_most_one(p):
+def test_trees_span_the_ranks_and_share_no_inner_node(p):
     both = [two_trees(rank, p) for rank in range(p)]
     for trees in zip(*both):
         below = sorted((child, rank) for rank in range(p) for child in trees[rank].children)
@@ -58,7 +58,7 @@ def test_it_gives_the_result_computed_in_one_process(data):
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
-def test_all_ranks_together_send_a_rings_bytes_and_none_more_than_twice_the_vector(size):
+def test_ranks_send_a_rings_total_and_each_at_most_two_vectors(size):
     n = 1001
 
     def sent(world):

@@ -72,7 +72,7 @@ def test_codecs_keep_what_they_say():
 
 
 @given(st.integers(2, 99), st.floats(0.1, 3), st.integers(0, 9))
-def test_no_other_scale_of_signs_loses_less_and_the_length_of_x_may_lose_more_than_x(n, other, seed):
+def test_the_best_scale_of_signs_is_the_mean_and_not_the_norm(n, other, seed):
     def lost(x, scale):
         return (x - scale * torch.where(x >= 0, 1.0, -1.0)).square().sum().item()
 

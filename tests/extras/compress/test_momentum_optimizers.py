@@ -289,7 +289,7 @@ def test_one_bit_lambs_scales_stay_within_their_limits():
     assert shrinks == pytest.approx([max(0.5, 0.9**n) for n in range(17)])
 
 
-def test_zero_one_adam_sends_by_formula_and_nothing_while_it_goes_alone():
+def test_zero_one_adam_sends_by_formula_and_nothing_when_local():
     p, n = 2, 29
     make = partial(ZeroOneAdam, warmup=3, every=4, patience=1, lr=LR)
     signs = 2 * (p - 1) * Sign().num_bytes(-(-n // p))
@@ -300,7 +300,7 @@ def test_zero_one_adam_sends_by_formula_and_nothing_while_it_goes_alone():
             assert abs(got - whole) <= 4 * p, step
 
 
-def test_a_weight_whose_first_gradient_comes_after_the_warm_up_stays_as_it_is():
+def test_weights_without_a_warm_up_gradient_never_move():
     def moved(world, make):
         """By parameter, whether its first row moved, and whether all others did."""
         params = start()

@@ -285,7 +285,7 @@ def losses_of(config) -> list[float]:
         if m not in ("sign", "zero-one-adam", "diloco")
     ],
 )
-def test_a_stopped_run_goes_on_to_the_losses_of_one_that_was_not_stopped(method, tmp_path):
+def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(method, tmp_path):
     method, _, under = method.partition(" under ")
     config = config_of(
         method, dp=2, out=tmp_path / "whole", checkpoint_every=3, keep=0, zero=int(under[-1:] or 0)
@@ -417,7 +417,7 @@ def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch
             of(config_of("int8", dp=2))
 
 
-def test_signs_with_a_scale_for_each_block_say_zero_where_a_block_is_zero():
+def test_signs_with_block_scales_decode_zero_blocks_as_zero():
     codec, x = Sign(4), torch.tensor([0.0, 0, 0, 0, 3, -1, 2, 2, 5])
     assert codec.num_bytes(9) == 2 + 4 * 3 == len(codec.encode(x))
     assert codec.decode(codec.encode(x), 9).tolist() == [0, 0, 0, 0, 2, -2, 2, 2, 5]

@@ -60,7 +60,7 @@ def test_only_the_slow_link_sees_the_codec_and_nothing_is_lost(sizes, n):
         assert total == 3 * formula
 
 
-def test_two_levels_that_lose_nothing_are_the_mean_and_a_node_size_must_divide():
+def test_lossless_two_levels_give_the_mean_and_check_node_size():
     def whole(world):
         with pytest.raises(
             ValueError, match="node_size=3 does not divide the number of ranks=4; use 1, 2 or 4"

@@ -67,7 +67,7 @@ def test_the_view_says_that_sketches_are_not_priced():
     assert "sketch" not in advice("h100", "sign")
 
 
-def test_a_layout_that_compression_makes_faster_than_the_winner_is_named(tmp_path, monkeypatch):
+def test_a_layout_that_compression_makes_fastest_is_named(tmp_path, monkeypatch):
     slow = tmp_path / "slow.toml"
     slow.write_text(SLOW)
     job = Job(find_model("llama-7b"), find_machine(str(slow)), 8, 1024, 64)

@@ -55,7 +55,7 @@ def test_the_table_of_nvidia_smi_is_the_graph_that_was_drawn():
     assert not set(routes[2, 3]) & set(routes[4, 5])
 
 
-def test_equal_links_between_all_are_direct_if_they_fit_and_else_a_switch():
+def test_equal_links_are_direct_if_they_fit_and_else_a_switch():
     direct = from_nvidia_smi(all_to_all_by_nvlink(4, 4))
     assert hop_speeds(direct) == {(a, b): 100 * GB for a in range(4) for b in range(4) if a != b}
     assert all(len(route) == 1 for route in direct.routes().values())

@@ -57,9 +57,7 @@ def test_a_route_has_the_fewest_links_and_of_those_the_widest(topology):
 
 @given(st.data(), graphs(), st.sampled_from(list(PLANS)), st.integers(0, 100))
 @examples(50)
-def test_the_bytes_on_the_busiest_link_are_a_count_of_the_plans_messages(
-    data, topology, algorithm, num_bytes
-):
+def test_busiest_link_bytes_are_a_count_of_the_plans_messages(data, topology, algorithm, num_bytes):
     order = data.draw(st.permutations(range(topology.num_ranks)))
     cut = data.draw(st.integers(1, topology.num_ranks))
     groups = [group for group in (order[:cut], order[cut:]) if group]

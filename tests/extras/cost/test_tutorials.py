@@ -20,7 +20,7 @@ def test_bytes_of_compressed_gradients(codec, of_bf16, of_float32):
     assert (each / 2, each / 4) == (of_bf16, of_float32)
 
 
-def test_weak_scaling_keeps_nine_tenths_and_messages_take_three_tenths():
+def test_weak_scaling_keeps_90_percent_with_31_percent_messages():
     """Stated as 90 %, and less than 15 % for messages: for 70B with tp 8, pp 2 the first is right, tp alone takes more."""
     job, layout = Job(MODELS["llama-70b"], H100, 64, 4096, 1024), parse_layout("dp4-pp2-tp8-zero1-full")
     last = scaling(job, layout, [64, 512, 4096], weak=True)[-1]

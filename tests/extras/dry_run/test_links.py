@@ -24,7 +24,7 @@ def all_reduce(name, num_bytes, world):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("num_bytes", [1 << 10, 1 << 20])
-def test_an_all_reduce_takes_its_steps_and_the_bytes_that_follow_each_other(size, num_bytes):
+def test_an_all_reduce_takes_its_steps_plus_its_serial_bytes(size, num_bytes):
     log, share = log2(size), 2 * (size - 1) / size
     expected = {
         "ring": (2 * (size - 1), share),

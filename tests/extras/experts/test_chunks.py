@@ -114,7 +114,7 @@ def watched(world, chunks: int):
     return spans, late, len(sent)
 
 
-def test_a_chunk_travels_while_another_is_computed_forward_and_backward():
+def test_chunks_travel_while_others_compute_in_both_passes():
     for spans, late, sent in minipar.run(watched, 3, world_size=2):
         assert late == []
         assert sent == 4 * 3

@@ -103,7 +103,7 @@ def compare(results) -> None:
         assert_equal_to(gather([r[1][i] for r in results]), parameter.grad)
 
 
-def test_hot_experts_on_all_ranks_are_one_process_and_rows_and_bytes_as_reckoned():
+def test_shadowed_experts_match_one_process_and_the_formulas():
     plain = minipar.run(on_ranks, None, world_size=4)
     results = minipar.run(on_ranks, 4, world_size=4)
     compare(plain)

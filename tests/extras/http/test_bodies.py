@@ -230,7 +230,7 @@ def test_another_model_is_not_found():
     assert (error.value.status, error.value.code) == (404, "model_not_found")
 
 
-def test_a_text_that_is_no_list_of_ids_is_refused_where_ids_are_written():
+def test_a_prompt_must_be_ids_where_the_run_has_no_tokenizer():
     with pytest.raises(BadRequest, match="the run has no tokenizer; give token ids"):
         read(prompt="The ", codec=Ids())
     assert read(prompt="7 4", codec=Ids()).request.prompt == (7, 4)

@@ -251,7 +251,7 @@ def test_what_is_no_http_or_has_too_large_headers_gets_json(bad):
     played(play)
 
 
-def test_nothing_is_written_after_an_answer_to_a_request_that_goes_wrong():
+def test_nothing_is_written_after_the_answer_to_a_bad_request():
     async def play(place, desk):
         wire = place.connect()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n200000\r\n"

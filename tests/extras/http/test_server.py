@@ -230,7 +230,7 @@ def test_a_client_that_goes_away_within_its_body_is_no_error():
     assert desk.num_open == 0
 
 
-def test_a_chat_without_a_limit_is_served_by_a_cache_smaller_than_the_context():
+def test_a_chat_without_a_limit_fits_a_cache_below_the_context():
     config, codec = ModelConfig(dim=16, num_layers=1, num_heads=2, max_seq_len=256), Bytes()
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     for blocks, longest in [(8, 8 * 16 + 1), (16, 256)]:

@@ -89,7 +89,7 @@ def resident_while_training(world, offload, folder):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_on_disk_a_model_trains_with_less_resident_memory_than_its_states_need(tmp_path):
+def test_on_disk_training_needs_less_memory_than_its_states(tmp_path):
     (ordinary,) = minipar.run(resident_while_training, None, None, world_size=1)
     (disk,) = minipar.run(resident_while_training, "disk", str(tmp_path), world_size=1)
     assert ordinary > 0.9 * STATES
@@ -156,7 +156,7 @@ def while_updating(world, trace):
     return in_time, trace.spans
 
 
-def test_the_next_chunk_is_read_and_the_last_one_written_during_an_update():
+def test_an_update_overlaps_reading_and_writing_other_chunks():
     ((in_time, spans),) = minipar.run(while_updating, Trace(), world_size=1)
     assert in_time == [True] * 6
     disk = [s for s in spans if s.kind == "disk"]

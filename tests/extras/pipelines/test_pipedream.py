@@ -203,7 +203,7 @@ def distances(method: str, momentum: float, betas=None, lr: float = 0.02) -> tor
     return torch.stack(found[8:]).mean()
 
 
-def test_predicted_weights_are_nearer_to_the_fresh_ones_than_stashed_weights():
+def test_predicted_weights_are_nearer_fresh_than_stashed_ones():
     assert distances("predicted", 0.9) < 0.5 * distances("stashed", 0.9)
     assert distances("latest", 0.9) == 0  # but its gradient is that of no loss
     adam = {"momentum": 0.0, "betas": (0.9, 0.95), "lr": 0.002}

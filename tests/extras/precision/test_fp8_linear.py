@@ -34,7 +34,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 @given(seed=seeds, kind=st.sampled_from(["e4m3", "e5m2"]), part=st.sampled_from([1.0, 0.5, 0.1]))
-def test_the_nearest_number_of_the_format_is_taken_and_what_exceeds_amax_is_cut_off(seed, kind, part):
+def test_rounding_takes_the_nearest_number_and_cuts_off_at_amax(seed, kind, part):
     x, numbers = draw(seed, 64), every_number(kind)
     amax = x.abs().amax() * part
     scaled = (x * LARGEST[kind] / amax).clamp(-LARGEST[kind], LARGEST[kind])
@@ -47,7 +47,7 @@ def test_the_nearest_number_of_the_format_is_taken_and_what_exceeds_amax_is_cut_
     ).all()
 
 
-def test_a_tensor_of_zeros_and_one_without_elements_are_rounded_to_themselves():
+def test_zero_and_empty_tensors_are_rounded_to_themselves():
     for scaling in ("current", "delayed", "block"):
         rounding = Rounding("e4m3", scaling, 2, (1, 4))
         assert torch.equal(rounding(torch.zeros(3, 5)), torch.zeros(3, 5))
@@ -133,7 +133,7 @@ def losses(scaling: str | None) -> torch.Tensor:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scaling", ["current", "delayed", "block"])
-def test_a_models_loss_stays_near_that_of_float32_while_it_falls_to_a_tenth(scaling):
+def test_fp8_loss_falls_to_a_tenth_staying_near_float32(scaling):
     plain, fp8 = losses(None), losses(scaling)
     assert plain[-1] < plain[0] / 10
     assert fp8[-1] < fp8[0] / 10

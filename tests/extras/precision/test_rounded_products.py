@@ -52,7 +52,7 @@ def test_each_product_rounds_its_operands_along_the_dim_that_it_sums():
     assert torch.equal(layer.weight.grad, dw)
 
 
-def test_half_precision_is_summed_in_float32_and_nothing_more_is_saved():
+def test_bf16_products_are_summed_in_float32_and_save_no_more():
     x, w = drawn(2, 8, 32).bfloat16().requires_grad_(), drawn(16, 32).bfloat16().requires_grad_()
     saved = []
 

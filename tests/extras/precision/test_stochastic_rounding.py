@@ -40,7 +40,7 @@ def test_the_mean_of_many_roundings_is_the_number_itself(x):
 
 
 @given(seed=seeds, cut=st.integers(0, 60))
-def test_a_shard_is_rounded_as_in_the_whole_and_another_key_rounds_otherwise(seed, cut):
+def test_a_shard_rounds_as_in_the_whole_and_another_key_differs(seed, cut):
     x = torch.randn(60, generator=torch.Generator().manual_seed(seed))
     whole = stochastic_round(x, (seed, 3, 7))
     parts = stochastic_round(x[:cut], (seed, 3, 7)), stochastic_round(x[cut:], (seed, 3, 7), first=cut)

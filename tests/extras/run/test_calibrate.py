@@ -87,7 +87,7 @@ def test_this_machine_is_measured_with_every_step_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("took", "share"), [(4.0, 0.25), (0.5, 1.0)])
-def test_the_share_is_what_the_model_takes_by_formula_over_what_it_took(tmp_path, monkeypatch, took, share):
+def test_the_share_is_predicted_over_measured_time_at_most_one(tmp_path, monkeypatch, took, share):
     """`took` times as long as the cost model says; what is faster than its own products counts as all of them."""
 
     monkeypatch.setattr(
@@ -98,7 +98,7 @@ def test_the_share_is_what_the_model_takes_by_formula_over_what_it_took(tmp_path
     assert measure.calibrate(tmp_path / "local.toml", 2, lambda line: None).share == pytest.approx(share)
 
 
-def test_the_small_models_formula_is_that_of_a_step_without_its_update():
+def test_the_small_models_time_is_a_step_without_its_update():
     job, layout = predicted.job_and_layout(measure.SMALL, MEASURED)
     step = step_time(job, layout)
     assert measure.small_model_s(MEASURED) == pytest.approx(step.total - step.parts["update"])
@@ -124,7 +124,7 @@ def test_every_mesh_of_the_table_is_one_that_the_cost_model_knows():
     assert layer_seconds(job, layout.tokens(job), 1, experts=False).total == pytest.approx(predicted.BLOCK_S)
 
 
-def test_bytes_that_seem_to_take_no_time_are_measured_again_or_refused(monkeypatch):
+def test_bytes_taking_no_time_are_measured_again_or_refused(monkeypatch):
     module = import_module("minipar.extras.run.calibrate")
     seconds = iter([2e-3, 1e-3, 1e-3, 9e-3])  # of a small and a large message, twice
     monkeypatch.setattr(module, "_slowest", lambda *args: next(seconds))

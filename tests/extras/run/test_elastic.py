@@ -130,9 +130,7 @@ def best(meshes: list[TrainConfig], machine) -> list[TrainConfig]:
 
 @examples(8)
 @given(number=st.integers(0, 10_000), world_size=st.integers(1, 8), machine=machines)
-def test_the_mesh_is_the_fastest_legal_one_that_fits_and_nothing_that_decides_a_number_changes(
-    files, number, world_size, machine
-):
+def test_the_fastest_legal_mesh_is_chosen_and_keeps_the_numbers(files, number, world_size, machine):
     config = drawn_config(18, number, files)
     choice = mesh_for(config, world_size, machine)
     assert choice == mesh_for(config, world_size, machine)
@@ -206,7 +204,7 @@ def test_what_is_not_weighed_is_named(changes, left_out):
     assert ("not weighed" in line) == bool(left_out)
 
 
-def test_of_many_meshes_each_schedule_is_made_once_and_no_annotation_is_evaluated_again():
+def test_choosing_a_mesh_repeats_no_schedule_or_annotation():
     """What a choice costs is counted, not timed: over a thousand configurations are checked for it."""
     model = replace(MODEL, num_layers=24, num_heads=12, dim=48, num_experts=12, top_k=2)
     config = replace(CONFIG, model=model, batch_size=48, schedule="zb-v", microbatches=4)
@@ -287,7 +285,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.thorough
-def test_a_run_of_4_ranks_goes_on_with_2_of_3_to_the_losses_of_one_process(tmp_path, one_process):
+def test_a_run_of_4_ranks_resumes_on_2_of_3_like_one_process(tmp_path, one_process):
     def stop(what, metrics):
         if metrics["step"] == 6:
             raise Stopped
@@ -327,7 +325,7 @@ LOST_NODE = """
 
 
 @pytest.mark.slow
-def test_when_a_node_is_lost_the_other_goes_on_to_the_losses_of_one_process(tmp_path, one_process):
+def test_after_losing_a_node_a_run_has_one_processs_losses(tmp_path, one_process):
     """Two agents of torchrun's with two ranks each. One is killed, with its ranks; nothing of either is left at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -63,7 +63,7 @@ def test_it_is_the_best_of_all_orders(size, f, i, w, comm, limit):
 
 @examples(6)
 @given(st.integers(1, 3), st.integers(1, 4), units, units, units, st.integers(1, 4))
-def test_it_is_valid_keeps_its_limit_and_is_never_worse_than_a_generator(p, m, f, i, w, limit):
+def test_the_schedule_keeps_its_limit_and_no_generator_beats_it(p, m, f, i, w, limit):
     costs = Costs(f, i, w)
     found = optimal(p, m, costs, limit, seconds=10)
     validate(found.schedule)

@@ -97,7 +97,7 @@ def test_the_cut_is_the_best_of_all(seq_len, slices, multiple, of_tokens, of_key
     )
 
 
-def test_where_tokens_attend_to_those_before_them_later_slices_are_shorter():
+def test_causal_attention_makes_later_slices_shorter():
     sizes = slice_tokens(64, 4, lambda before, tokens: tokens * (8 + before + (tokens + 1) / 2))
     assert sum(sizes) == 64
     assert list(sizes) == sorted(sizes, reverse=True)
@@ -105,7 +105,7 @@ def test_where_tokens_attend_to_those_before_them_later_slices_are_shorter():
     assert slice_tokens(64, 4, lambda before, tokens: float(tokens)) == (16, 16, 16, 16)
 
 
-def test_a_slice_also_needs_its_neighbour_of_the_same_sample_on_the_same_stage():
+def test_a_slice_also_needs_its_neighbour_on_the_same_stage():
     """Units 6, 7 and 8 are the slices of microbatch 2, on 4 stages."""
     needs = seq1f1b(4, 3, 3).needs
     assert needs(Action("F", 0, 6)) == ()

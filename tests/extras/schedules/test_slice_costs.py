@@ -121,7 +121,7 @@ def test_ranks_keep_the_bytes_of_slices_that_were_predicted(attention, how, off)
         assert min(abs(wrong / counted[rank] - 1) for wrong in (whole, without)) > 0.03
 
 
-def test_more_slices_keep_less_and_wait_less_until_attention_keeps_more():
+def test_more_slices_keep_fewer_activations_and_idle_less():
     """(p + s - 1)/s microbatches for p, and idle ranks an s-th: what a long context on deep pipelines is cut for.
 
     Without latencies, which each slice's messages have anew.

@@ -94,7 +94,7 @@ def test_an_unfolded_v_takes_as_long_and_keeps_as_much_as_the_v(folded, data):
 
 
 @given(schedules(["chimera", "dualpipe"], max_ranks=8, max_microbatches=16))
-def test_each_direction_has_half_of_the_microbatches_and_each_pair_of_ranks_one_order(schedule):
+def test_directions_halve_the_microbatches_in_mirrored_order(schedule):
     validate(schedule)
     S = schedule.num_stages // 2
     down = {a.microbatch for own in schedule.actions for a in own if a.stage < S}

@@ -26,7 +26,7 @@ def test_a_cube_beside_dp_gives_the_numbers_of_one_process(how):
 
 
 @pytest.mark.slow
-def test_a_cube_beside_dp_sends_its_own_bytes_and_gradients_of_what_it_holds():
+def test_a_cube_beside_dp_sends_its_bytes_and_its_gradients():
     """tp: the formula of a cube for one dp rank's samples. dp: 2 (dp-1)/dp of a rank's parameters."""
     config = RUN.choosing(model=MODEL, **CUBE)
     tokens = config.batch_size * config.seq_len // config.dp

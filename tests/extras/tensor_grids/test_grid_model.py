@@ -163,7 +163,7 @@ def held(world, grid: OnGrid):
 
 
 @on_each
-def test_no_rank_holds_a_whole_parameter_and_the_blocks_make_the_model(grid):
+def test_no_rank_holds_a_whole_parameter_and_blocks_form_a_model(grid):
     of_ranks = minipar.run(held, grid, world_size=grid.case.tp)
     _, side = grid_shape(grid.case.tp, grid.layout, grid.depth)
     for parts in zip(*of_ranks):

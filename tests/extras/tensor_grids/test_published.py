@@ -50,7 +50,7 @@ def test_a_rank_holds_what_colossal_ai_prints(q, d):
 
 
 @given(sides, depths)
-def test_the_bandwidth_that_colossal_ai_prints_is_right_in_one_dimension(q, d):
+def test_colossal_ais_printed_bandwidth_is_right_only_in_1d(q, d):
     """In 2D and 2.5D it is q times too large, in 2.5D without the sum over layers, in 3D without gathering again.
 
     6(q-1)/q of 2D would be a broadcast to q ranks one after another, q of them, in q steps: but with 6(q-1) messages, as

@@ -9,7 +9,7 @@ from minipar.learn.exercises.cards import ask, draw_cards, judged, printed, ques
 from minipar.learn.exercises.problems import LESSONS, PROBLEMS
 
 
-def test_ten_cards_with_fresh_numbers_each_time_and_the_same_for_a_seed():
+def test_ten_cards_are_fresh_each_time_and_fixed_by_a_seed():
     assert len(draw_cards(1)) == 10
     assert draw_cards(7) == draw_cards(7)
     assert len({question_text(1, card) for seed in range(20) for card in draw_cards(seed)}) > 100
@@ -48,7 +48,7 @@ def test_an_answer_by_hand_may_be_rounded_but_not_wrong():
     assert judged(card, "") is judged(card, "many") is None
 
 
-def test_the_cards_are_asked_one_after_the_other_with_the_answer_after_each():
+def test_cards_are_asked_in_turn_with_the_answer_after_each():
     cards, shown = draw_cards(5), []
     answers = iter([str(cards[0].answer), "1e15", *[""] * 8])
     assert ask(cards, lambda prompt: next(answers), shown.append) == 1

@@ -146,7 +146,7 @@ def test_a_file_that_hangs_is_stopped_and_told_at_which_line(source, words, tmp_
 
 
 @pytest.mark.thorough
-def test_a_file_that_refuses_to_be_stopped_is_ended_with_its_processes(tmp_path):
+def test_a_file_that_will_not_stop_is_ended_with_its_processes(tmp_path):
     source = """\
         import signal
         def shift(comm, x):

@@ -24,7 +24,7 @@ def test_the_fault_is_found_and_nothing_without_it(name):
     assert exhibit.run_without_fault()
 
 
-def test_experts_averaged_over_their_replicas_get_ep_times_the_gradient(monkeypatch):
+def test_averaging_experts_over_replicas_scales_gradients_by_ep(monkeypatch):
     """Planted fault: dividing by ep once more would make them too small, which no framework did."""
     expert, router = (torch.ones(3, requires_grad=True) for _ in range(2))
     names = {expert: "layers.1.mlp.experts.up", router: "layers.1.mlp.router"}

@@ -176,7 +176,7 @@ def test_a_wrong_result_or_argument_is_named_without_a_riddle(puzzle, source, wo
     assert words in found.text
 
 
-def test_what_waits_in_a_collective_names_the_collective_and_its_ranks():
+def test_a_wait_in_a_collective_names_it_and_its_ranks():
     source = HEAD.replace("gradient", "weights, backward, step")
     source += "    if comm.rank == 0:\n        await comm.all_reduce(weights[0])\n"
     found = check(PUZZLES["zero2"], source)

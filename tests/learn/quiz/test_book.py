@@ -138,7 +138,7 @@ def test_designs_quote_the_plan():
         assert float(first.split()[0]) == pytest.approx(float(seconds[:-2]), rel=0.01)
 
 
-def test_the_design_of_a_service_is_spoken_in_parts_and_quotes_the_planner():
+def test_a_service_design_is_in_parts_and_quotes_the_planner():
     (service,) = services()
     assert all(20 <= len(service[part].split()) <= 110 for part in SPOKEN)
     page = (ROOT / "lessons" / "interview" / "system-designs.md").read_text()

@@ -31,7 +31,7 @@ from minipar.model import Transformer, flash
 from minipar.tensor_parallel import tensor_parallel
 
 
-def test_through_a_card_hybrid_sharding_sends_two_thirds_of_what_full_sharding_does():
+def test_hybrid_sharding_sends_two_thirds_of_full_per_card():
     """Eight rings through eight cards: each card carries the messages of one eighth of the parameters."""
     full = 3 * sent_share("all_gather", 512) / 8
     hybrid = sent_share("all_reduce", 64) / 8
@@ -42,7 +42,7 @@ def test_through_a_card_hybrid_sharding_sends_two_thirds_of_what_full_sharding_d
     assert a_rank / hybrid == pytest.approx(12, rel=0.02)
 
 
-def test_gradients_through_eight_cards_hide_behind_1000_tokens_and_through_one_behind_8000():
+def test_eight_cards_hide_gradients_behind_1000_tokens_not_8000():
     assert critical_tokens_per_gpu(4096, 400e12, 8 * 50e9) == pytest.approx(1000, rel=1e-3)
     assert critical_tokens_per_gpu(4096, 400e12, 50e9) == pytest.approx(8000, rel=1e-3)
 
@@ -106,7 +106,7 @@ def test_a_switch_that_adds_halves_an_all_reduce():
     assert [sent_share("all_reduce", p) for p in (8, 1024)] == [1.75, 2 - 2 / 1024]  # up to twice as much
 
 
-def test_a_switch_that_adds_gives_halves_of_an_all_reduce_no_bandwidth():
+def test_in_switch_sums_gain_no_bandwidth_on_half_an_all_reduce():
     """Of the vector, out of and into a rank. Its own chunk stays where it is."""
     for p in (8, 64):
         reduce_scatter, all_gather = ((p - 1) / p, 1 / p), (1 / p, (p - 1) / p)
@@ -116,7 +116,7 @@ def test_a_switch_that_adds_gives_halves_of_an_all_reduce_no_bandwidth():
         assert together == [1.0, 1.0]
 
 
-def test_where_three_ways_of_cutting_a_sequence_leave_tokens_and_heads():
+def test_each_way_of_cutting_a_sequence_splits_heads_or_queries():
     """On each of 4 ranks, of 16 tokens and 8 heads: tokens between blocks; heads, queries and keys of a kernel's call."""
 
     def seen_by(world, way):
@@ -150,7 +150,7 @@ def test_where_three_ways_of_cutting_a_sequence_leave_tokens_and_heads():
     }
 
 
-def test_a_ring_forward_of_8_key_heads_sends_less_than_half_of_what_ulysses_does():
+def test_a_ring_of_8_key_heads_sends_under_half_of_ulysses():
     """Heads times tokens, as parts of N times the width of a head: 128 query heads, 8 of keys and values, 8 ranks."""
     queries, keys, p = 128, 8, 8
     ring = (p - 1) * 2 * keys / p
@@ -159,7 +159,7 @@ def test_a_ring_forward_of_8_key_heads_sends_less_than_half_of_what_ulysses_does
     assert ring < 0.5 * ulysses == 14.875
 
 
-def test_every_second_block_recomputed_keeps_53_percent_for_a_sixth_more():
+def test_recomputing_half_keeps_53_percent_for_a_sixth_more():
     tokens, width = 4096, 8192
     with_flash_attention, inputs = (
         gpt_layer_bytes(tokens, 1, width, 64, recompute=how) / (tokens * width)
@@ -186,7 +186,7 @@ def test_replicas_that_differ_in_one_bit_have_other_checksums():
     assert odd == [2]
 
 
-def test_torchs_flight_recorder_tells_who_is_behind_and_which_entry_differs():
+def test_the_flight_recorder_shows_a_late_rank_and_a_mismatch():
     minipar.shutdown()  # the recorder keeps the last entries alone, and other tests' ranks may have filled it
 
     def records(world):
@@ -217,7 +217,7 @@ def test_outer_copies_of_diloco_make_16_bytes_24():
     assert inner + outer == 24
 
 
-def test_eight_experts_have_8_times_the_parameters_at_the_flops_of_one():
+def test_eight_experts_have_8_times_the_weights_at_equal_flops():
     x, positions, sample_ids = torch.randn(1, 64, 16), torch.arange(64), torch.arange(1)
 
     def size_and_flops(num_experts):
@@ -238,7 +238,7 @@ def test_70b_on_2_trillion_tokens_take_512_h100_48_days():
     assert round(seconds / 86400) == 48
 
 
-def test_bf16_loses_an_addend_of_a_256th_of_the_sum_and_float32_does_not():
+def test_bf16_loses_an_addend_of_a_256th_and_float32_does_not():
     for dtype, want in ((torch.bfloat16, 256.0), (torch.float32, 257.0)):
         assert (torch.tensor(256.0, dtype=dtype) + torch.tensor(1.0, dtype=dtype)).item() == want
 
@@ -323,7 +323,7 @@ def test_gathering_in_8_bits_saves_a_third():
     assert all(torch.equal(whole, at_once) for whole, _ in of_8)
 
 
-def test_bits_of_the_block_formats_and_what_smaller_blocks_and_the_transpose_change():
+def test_smaller_blocks_lose_less_and_a_transpose_rounds_anew():
     w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w[5, 7] = 100.0  # an outlier
 

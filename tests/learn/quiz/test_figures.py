@@ -22,7 +22,7 @@ from minipar.schedules import Costs, one_f_one_b, simulate
 H100 = find_machine("h100")
 
 
-def test_square_products_of_886_rows_take_as_long_to_compute_as_to_read():
+def test_square_products_of_886_rows_balance_compute_and_reads():
     balance = H100.peak_flops / H100.hbm_bytes_per_s  # operations a byte
     assert round(balance) == 295
 
@@ -41,7 +41,7 @@ def test_a_memory_full_of_caches_is_read_longer_than_used():
     assert step.cache_s > 3 * step.weights_s
 
 
-def test_sixteen_multiprocessors_fewer_make_264_tiles_half_as_slow_again():
+def test_losing_16_multiprocessors_slows_264_tiles_by_half():
     def waves(multiprocessors):
         return math.ceil(264 / multiprocessors)
 
@@ -214,7 +214,7 @@ def test_a_step_in_memory_of_a_neighbour_is_saved_in_a_second():
     assert round(per_rank / 50e9 * 1e3) == 33
 
 
-def test_zero_3_and_tensor_parallelism_send_alike_at_4_and_a_half_widths_of_tokens():
+def test_zero_3_sends_like_tp_at_tokens_of_4_and_a_half_widths():
     """Bytes of a rank for a layer of 12 h^2 parameters in 16 bits, over many ranks."""
     width, ranks = 8192, 10**6
     parameters = 2 * 12 * width**2

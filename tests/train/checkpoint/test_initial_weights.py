@@ -51,7 +51,7 @@ def first_weights(world, config):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_rank_starts_from_its_part_of_the_weights_of_one_process(mesh):
+def test_each_rank_starts_from_its_part_of_one_processs_weights(mesh):
     config = replace(SMALL, **mesh)
     whole = Transformer(config.model, config.seed, dtype=config.torch_dtype)
     weights = {name: p.detach().to(config.torch_master_dtype) for name, p in whole.named_parameters()}
@@ -105,7 +105,7 @@ def bytes_to_fill(world, config):
     return memory.peak, sum(p.nbytes for p in stage.parameters())
 
 
-def test_weights_are_made_with_one_whole_parameter_beside_the_part_that_is_kept():
+def test_making_weights_needs_at_most_one_whole_parameter_more():
     config = replace(SMALL, model=replace(LARGE, vocab_size=4096), dtype="float32", tp=4)
     largest = max(p.nbytes for p in Transformer(config.model, device="meta").parameters())
     for peak, part in minipar.run(bytes_to_fill, config, world_size=4):
@@ -140,7 +140,7 @@ def cut_in_files(folder, to, files: int = 3) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [dict(dp=2, zero=3), dict(pp=2, tp=2, microbatches=2, zero=1)], ids=str)
-def test_an_exported_model_comes_back_and_trains_as_one_process_does_from_it(llama, tmp_path, mesh):
+def test_an_exported_model_comes_back_and_trains_as_one_process(llama, tmp_path, mesh):
     folder, checkpoint = llama
     cut_in_files(folder, tmp_path / "sharded")
     for init in (folder, tmp_path / "sharded"):

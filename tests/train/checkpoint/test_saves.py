@@ -54,7 +54,7 @@ def fails_in_a_save(world, folder, rank, call):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rank", "call"), [(1, "save_file"), (0, "save_file"), (0, "write_whole")])
-def test_a_rank_that_cannot_write_says_so_at_the_next_step_and_is_the_one_that_is_named(tmp_path, rank, call):
+def test_a_rank_that_cannot_write_is_named_at_the_next_step(tmp_path, rank, call):
     with pytest.raises(minipar.RankError, match="No space left on device") as caught:
         minipar.run(fails_in_a_save, tmp_path, rank, call, world_size=3)
     assert caught.value.rank == rank
@@ -74,7 +74,7 @@ def saves_with_a_disk_per_rank(world, folder):
         checkpoint._write_parts = plain
 
 
-def test_a_folder_that_the_ranks_do_not_share_is_refused_before_older_checkpoints_are_removed(tmp_path):
+def test_an_unshared_folder_is_refused_and_older_saves_remain(tmp_path):
     folder = tmp_path / "of rank 0"
     with pytest.raises(
         minipar.RankError, match="rank-00001.safetensors was written, and rank 0 does not find it; .* share"
@@ -180,7 +180,7 @@ def test_what_a_killed_save_has_left_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_checkpoint_is_not_counted_as_kept_and_the_resumed_one_stays(tmp_path):
+def test_damaged_saves_do_not_count_and_the_resumed_one_stays(tmp_path):
     minipar.run(save_each, tmp_path, (10, 20), 2, world_size=2)
     newest, resumed = checkpoints(tmp_path)
     damage_bit(newest / "rank-00000.safetensors")
@@ -222,13 +222,13 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
     assert left(tmp_path) == [20, 5]
 
 
-def test_a_file_with_the_name_of_a_checkpoint_is_not_one_and_stops_no_save(tmp_path):
+def test_a_file_named_like_a_checkpoint_stops_no_save(tmp_path):
     (tmp_path / "step-00000001").touch()
     minipar.run(save_each, tmp_path, (2, 3, 4), 2, world_size=2)
     assert left(tmp_path) == [4, 3, 1]
 
 
-def test_checking_older_checkpoints_does_not_count_against_the_deadline_of_a_save(tmp_path):
+def test_checking_old_checkpoints_spares_a_saves_deadline(tmp_path):
     def rank(world):
         saver, plain, told = Saver(world, tmp_path, keep=2), retention.find_damage, threading.Event()
 
@@ -255,7 +255,7 @@ def test_checking_older_checkpoints_does_not_count_against_the_deadline_of_a_sav
     assert left(tmp_path) == [2, 1]
 
 
-def test_old_checkpoints_that_cannot_be_looked_at_are_a_warning_and_the_save_is_done(tmp_path):
+def test_unlistable_old_checkpoints_warn_and_the_save_is_done(tmp_path):
     def rank(world):
         def fails(folder):
             raise ValueError(f"the checkpoints in {folder} cannot be listed")
@@ -284,9 +284,7 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("new", ["complete", "cut", "without manifest"])
-def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_one_or_else_the_old(
-    tmp_path, new
-):
+def test_a_save_killed_in_replacing_leaves_the_new_or_the_old(tmp_path, new):
     for value in (1.0, 2.0):  # a save of the step that is killed between its two renames
         minipar.run(save_value, tmp_path / str(value), value, world_size=2)
     written = tmp_path / "2.0" / ".step-00000010.part"
@@ -319,7 +317,7 @@ def save_dtype(world, folder, dtype):
     return place, tensor.view(torch.uint8)
 
 
-def test_what_has_been_saved_can_be_read_whatever_its_dtype_is_and_other_dtypes_are_refused(tmp_path):
+def test_every_saved_dtype_can_be_read_and_others_are_refused(tmp_path):
     def rank(world):
         read, refused = set(), set()
         for dtype in KINDS_OF_NUMBERS:
@@ -340,7 +338,7 @@ def test_what_has_been_saved_can_be_read_whatever_its_dtype_is_and_other_dtypes_
     assert {torch.complex128, torch.float4_e2m1fn_x2} <= refused
 
 
-def test_a_dtype_that_could_not_be_read_is_refused_before_anything_is_written(tmp_path):
+def test_an_unreadable_dtype_is_refused_before_any_write(tmp_path):
     with pytest.raises(
         minipar.RankError, match="parameter of w is of torch.complex128, which a checkpoint can"
     ):
@@ -357,7 +355,7 @@ def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):
     assert re.fullmatch(r"rank-00000.safetensors: \d+ bytes, it should have \d+", find_damage(newest))
 
 
-def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):
+def test_a_reader_looks_only_at_files_overlapping_its_part(tmp_path):
     ranks, names, size = 1024, [f"layers.{i}.weight" for i in range(4)], 1 << 20
     cut = lambda r: (r * size // ranks, (r + 1) * size // ranks)  # noqa: E731
     holds = lambda r: ranks - 1 - r  # noqa: E731 - rank 0 holds the last range: files are in no order of their ranges

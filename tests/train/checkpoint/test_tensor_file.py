@@ -18,7 +18,7 @@ def boxes(draw):
 
 
 @given(boxes(), st.integers(0, 5), dtypes)
-def test_a_box_of_any_part_of_a_tensor_is_read_in_runs_of_its_own_bytes(tmp_path_factory, box, offset, dtype):
+def test_a_box_of_a_tensor_is_read_in_runs_of_its_own_bytes(tmp_path_factory, box, offset, dtype):
     shape, start, length = box
     path = tmp_path_factory.getbasetemp() / "slices.safetensors"
     flat = torch.randint(0, 100, (offset + torch.Size(shape).numel() + 2,)).to(dtype)
@@ -34,7 +34,7 @@ def test_a_box_of_any_part_of_a_tensor_is_read_in_runs_of_its_own_bytes(tmp_path
     assert all(first > end for (first, _), end in zip(runs[1:], ends)), "two runs that could be one"
 
 
-def test_what_is_streamed_the_library_reads_and_each_tensor_is_made_when_its_turn_comes(tmp_path):
+def test_streamed_files_are_readable_and_make_tensors_in_turn(tmp_path):
     tensors, made = (
         {"a": torch.randn(3, 4), "b": torch.ones((), dtype=torch.bfloat16), "c": torch.zeros(0, 2)},
         [],

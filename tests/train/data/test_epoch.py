@@ -32,7 +32,7 @@ def test_the_order_of_an_epoch_has_every_sample_once(count, key):
 
 
 @given(st.integers(1 << 20, 1 << 50), keys)
-def test_the_order_of_a_text_that_no_memory_holds_needs_only_the_places_asked_for(count, key):
+def test_shuffling_a_huge_text_computes_only_the_asked_places(count, key):
     places = torch.tensor([0, 1, 2, count // 2, count - 1])
     found = shuffled(places, count, key)
     assert len(set(found.tolist())) == 5
@@ -88,7 +88,7 @@ def numbered(folder, samples=30):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("there", "here"), [(dict(dp=4), dict(dp=2, cp=2)), (dict(pp=2, tp=2), dict(dp=8))])
-def test_the_ranks_of_any_meshes_that_follow_each_other_have_every_sample_once(tmp_path, there, here):
+def test_successive_meshes_give_each_sample_once_an_epoch(tmp_path, there, here):
     text = open_tokens(numbered(tmp_path), 300)
 
     def samples_of_rank(world, config, steps):
@@ -109,7 +109,7 @@ def test_the_ranks_of_any_meshes_that_follow_each_other_have_every_sample_once(t
 
 
 @pytest.mark.thorough
-def test_an_epoch_goes_on_where_it_stopped_and_one_that_was_cut_otherwise_is_refused(tmp_path, monkeypatch):
+def test_an_epoch_resumes_where_it_stopped_if_cut_the_same_way(tmp_path, monkeypatch):
     run = replace(BASE, tokens=numbered(tmp_path), checkpoint_every=5)
     never_stopped = train(replace(run, out=tmp_path / "whole"))
     train(replace(run, steps=5, dp=2, out=tmp_path / "first"))

@@ -30,7 +30,7 @@ def test_a_few_are_made_ahead_on_a_thread_of_their_own_and_no_more():
     assert made == [False] * (last + 1)
 
 
-def test_who_leaves_early_does_not_wait_for_batches_that_are_not_begun(monkeypatch):
+def test_leaving_early_does_not_wait_for_batches_not_yet_begun(monkeypatch):
     made, begun, left, shutdown = [], threading.Event(), threading.Event(), ThreadPoolExecutor.shutdown
 
     def in_two_steps(thread, cancel_futures=False):

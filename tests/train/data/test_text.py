@@ -19,9 +19,7 @@ def test_the_embedded_text_is_english_of_a_few_hundred_kilobytes():
 
 
 @given(seeds, st.integers(0, 1000), st.integers(1, 8), st.integers(1, 40), st.integers(0, 60))
-def test_a_batch_is_a_function_of_seed_and_step_and_targets_follow_their_tokens(
-    seed, step, size, seq_len, extra
-):
+def test_batches_follow_seed_and_step_and_targets_follow_tokens(seed, step, size, seq_len, extra):
     text = torch.arange(seq_len + 1 + extra, dtype=torch.uint8)  # every byte names its place
     batch = batch_of_step(text, seed, step, size, seq_len)
     again = batch_of_step(text, seed, step, size, seq_len)
@@ -86,7 +84,7 @@ def whole(part):
 
 
 @given(st.integers(1, 20), st.integers(2, 2000))
-def test_held_out_pieces_are_spread_through_the_text_and_share_nothing_with_the_rest(seq_len, extra):
+def test_held_out_pieces_are_spread_and_disjoint_from_the_rest(seq_len, extra):
     text = torch.arange(2 * (seq_len + 1) + extra)
     kept, held = map(whole, hold_out(text, seq_len))
     assert sorted([*kept.tolist(), *held.tolist()]) == text.tolist()

@@ -29,7 +29,7 @@ def saved(folder, ids, dtype, suffix):
 
 
 @given(st.data())
-def test_a_file_of_any_width_has_the_batches_and_the_checksum_of_its_ids(tmp_path_factory, data):
+def test_a_file_of_any_width_has_its_ids_batches_and_checksum(tmp_path_factory, data):
     dtype, suffix = data.draw(
         st.sampled_from(
             [
@@ -66,7 +66,7 @@ def test_a_file_of_any_width_has_the_batches_and_the_checksum_of_its_ids(tmp_pat
             digest_of(file, limit, path)
 
 
-def test_a_file_larger_than_memory_is_trained_on_and_travels_to_the_ranks_as_its_path(tmp_path):
+def test_a_file_beyond_memory_gives_batches_and_is_sent_by_path(tmp_path):
     path = tmp_path / "large.bin"
     path.touch()
     os.truncate(path, 1 << 40)  # a terabyte that takes no place on the disk
@@ -107,7 +107,7 @@ def test_what_cannot_be_trained_on_is_refused_before_a_rank_starts(tmp_path, mon
     refused("tokens=.* is used in place of text", saved(tmp_path, ids, "uint16", ".bin"), text=tmp_path)
 
 
-def test_a_file_that_says_its_dtype_may_have_a_zero_in_every_second_place(tmp_path):
+def test_a_file_with_a_dtype_may_have_every_second_id_zero(tmp_path):
     path = saved(tmp_path, [1, 0] * 20, "uint16", ".npy")
     _, digest = load_data(TrainConfig(model=SMALL, batch_size=2, seq_len=16, tokens=path))
     assert digest == digest_of(torch.tensor([1, 0] * 20))

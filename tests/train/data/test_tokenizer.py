@@ -79,9 +79,7 @@ def test_pieces_without_tokens_in_common_become_one(tmp_path, path, monkeypatch)
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=12), st.integers(1, 200), st.integers(40, 90))
-def test_a_text_encoded_in_pieces_is_the_text_and_no_piece_is_much_longer_than_asked(
-    tmp_path_factory, path, words, size, overlap
-):
+def test_text_encoded_in_pieces_is_whole_and_pieces_are_bounded(tmp_path_factory, path, words, size, overlap):
     text = tmp_path_factory.mktemp("text") / "text"
     text.write_text("".join(words), newline="")
     codec = Tokenizer(path)
@@ -126,7 +124,7 @@ def test_other_threads_run_while_a_text_is_encoded(path):
     assert during
 
 
-def test_a_text_with_half_of_a_surrogate_pair_is_refused_by_each_codec(path):
+def test_half_of_a_surrogate_pair_is_refused_by_each_codec(path):
     for codec in (Tokenizer(path), Bytes(), Ids()):
         with pytest.raises(ValueError, match=r"\\ud800"):
             codec.encode("a \ud800")
@@ -136,7 +134,7 @@ RUN = dict(batch_size=4, seq_len=16, steps=2, warmup=1, verify_steps=1, trace_st
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, vocab_size=300)
 
 
-def test_a_run_is_encoded_continued_and_generated_from_with_its_tokenizer(capsys, tmp_path, path):
+def test_a_run_trains_resumes_and_generates_with_its_tokenizer(capsys, tmp_path, path):
     text, tokens = tmp_path / "text", tmp_path / "tokens.bin"
     text.write_text("".join(WORDS * 40))
     config = TrainConfig(

@@ -261,7 +261,7 @@ def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
     assert "dp2 DIVERGES first in gradients, step 0: layers.2.mlp.up.weight on rank 1" in table(result)
 
 
-def test_its_place_in_the_recipe_is_told_and_what_is_no_number_is_not_equal(monkeypatch):
+def test_a_divergence_names_its_place_and_nan_is_never_equal(monkeypatch):
     config = replace(DEFAULTS, pp=2, dp=2, tp=2, microbatches=2, zero=1, steps=1, on_nan="skip")
     monkeypatch.setattr(
         import_module("minipar.train.verification.verify"),
