@@ -48,12 +48,12 @@ def train_step(
         group["lr"] = lr
     state.optimizer.zero_grad()
     state.averaging.begin_step(step)
-    mean_loss = gradients(world, state, config, text, step, batch)
+    loss: Any = gradients(world, state, config, text, step, batch)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
         scale = state.loss_scale
-        loss, norm = loss_and_norm(mean_loss, grad_norm(state.optimizer.tensors, world, state.shares))
+        loss, norm = loss_and_norm(loss, grad_norm(state.optimizer.tensors, world, state.shares))
         norm /= scale
         # Loss and norm are the same on every rank, so all ranks step, or all skip.
         if stepped := may_step(config, step, loss, norm, state.scaler):

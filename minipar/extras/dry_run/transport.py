@@ -169,10 +169,12 @@ class RecordedHandle:
 
 
 class RecordedChannel(Channel):
-    """A channel whose scratch buffers are tensors of their own, so that those for floats have no values."""
+    """A channel whose scratch memory for floats has no values."""
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
-        view = self._views.get(use)
-        if view is None or view.numel() < num_elems or view.dtype != dtype:
-            self._views[use] = torch.empty(num_elems, dtype=dtype)
-        return self._views[use][:num_elems]
+        if dtype.is_floating_point:
+            use = f"{use} of floats"
+            memory = self._memory.get(use)
+            if memory is None or memory.nbytes < num_elems * dtype.itemsize:
+                self._memory[use] = torch.empty(num_elems, dtype=dtype).view(torch.uint8)
+        return super().scratch(num_elems, dtype, use)
