@@ -33,7 +33,7 @@ from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused
 from minipar.extras.dry_run.transport import RecordedTransport
 from minipar.mesh import Mesh
 
-MOST_MESSAGES = 40_000
+MOST_MESSAGES = 4_000
 
 
 class Group(NamedTuple):
