@@ -27,16 +27,12 @@ def require_equal(comm: Comm, what: str, entries: Mapping[str, object], advice: 
     digest = hashlib.blake2b(repr(list(said.items())).encode(), digest_size=DIGEST_BYTES).digest()
     on = on_host(comm)
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(on.device)
-    if not _any_differs(on, own):
+    if not (on.all_gather(own[None]) != own).any():
         return
     first, *others = all_gather_objects(comm, said)
     for rank, theirs in enumerate(others, 1):
         if list(theirs.items()) != list(first.items()):
             raise ValueError(f"the ranks' {what} differ: {_difference(first, theirs, rank)}; {advice}")
-
-
-def _any_differs(comm: Comm, own: torch.Tensor) -> bool:
-    return bool((comm.all_gather(own[None]) != own).any())
 
 
 def _difference(first: dict[str, str], theirs: dict[str, str], rank: int) -> str:

@@ -17,19 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in a fraction of the time of torch's `tree_leaves`."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -38,34 +26,31 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}  # storage that is alive -> its bytes
+        self._alive: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        before = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         result = function(*args, **(kwargs or {}))
-        self.count([x for x in tensors_in(result) if not x.is_meta], tensors_in(args, kwargs))
+        for x in tree_leaves(result):
+            allocates = isinstance(x, torch.Tensor) and not x.is_meta
+            if allocates and x.untyped_storage()._cdata not in before | self._alive:
+                self._on_allocate(x.untyped_storage())
         return result
 
-    def count(self, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """Count the results' storages, but for those of the inputs and those that are counted already."""
-        for x in results:
-            storage = x.untyped_storage()
-            key = storage._cdata
-            if key not in self._sizes and all(key != y.untyped_storage()._cdata for y in inputs):
-                self._sizes[key] = 0
-                self.resized(key, storage.nbytes())
-                weakref.finalize(storage, self._on_free, key)
+    def _on_allocate(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        self._alive.add(key)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._on_free, key, num_bytes)
 
-    def resized(self, key: int, num_bytes: int) -> None:
-        """Update the count of a storage that now has `num_bytes` bytes."""
-        if key in self._sizes:
-            self.now += num_bytes - self._sizes[key]
-            self._sizes[key] = num_bytes
-            self.peak = max(self.peak, self.now)
-
-    def _on_free(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+    def _on_free(self, key: int, num_bytes: int) -> None:
+        self._alive.discard(key)
+        self.now -= num_bytes
 
 
 class AllocatedBytes:

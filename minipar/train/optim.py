@@ -154,7 +154,8 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
     of_parts = [p.numel() and zlib.crc32(part) << 31 | zlib.adler32(part) for p, part in zip(params, parts)]
     digests = torch.tensor(of_parts, dtype=torch.int64, device=comm.device)
     lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
-    of_ranks = digests_of_ranks(comm, digests, lengths)
+    gathered = iter(comm.all_gather(digests, sizes=lengths).tolist())
+    of_ranks = [Counter(islice(gathered, length)) for length in lengths]
     names = dict(zip(digests.tolist(), (p.name for p in placements)))
     holders: dict[int, list[int]] = {}
     for rank, counts in enumerate(of_ranks):
@@ -171,12 +172,6 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
         0.0 if p.tied_to and not count_tied else 1 / len(holders[digest])
         for p, digest in zip(placements, digests.tolist())
     ]
-
-
-def digests_of_ranks(comm: Comm, digests: Tensor, lengths: list[int]) -> list[Counter[int]]:
-    """Return how often each number is among the `digests` that each rank passes, as many as `lengths` says."""
-    gathered = iter(comm.all_gather(digests, sizes=lengths).tolist())
-    return [Counter(islice(gathered, length)) for length in lengths]
 
 
 # Whether to step ----------------------------------------------------------------------------------------------------

@@ -48,12 +48,14 @@ def train_step(
         group["lr"] = lr
     state.optimizer.zero_grad()
     state.averaging.begin_step(step)
-    loss: Any = gradients(world, state, config, text, step, batch)
+    loss = gradients(world, state, config, text, step, batch)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
         scale = state.loss_scale
-        loss, norm = loss_and_norm(loss, grad_norm(state.optimizer.tensors, world, state.shares))
+        norm = grad_norm(state.optimizer.tensors, world, state.shares)
+        # The step's only wait for the GPU: loss and norm decide whether to update.
+        loss, norm = torch.stack((loss.double(), norm.double())).tolist()
         norm /= scale
         # Loss and norm are the same on every rank, so all ranks step, or all skip.
         if stepped := may_step(config, step, loss, norm, state.scaler):
@@ -74,12 +76,6 @@ def train_step(
         **speed(config, data_wait_s + time.perf_counter() - start_s),
         **routing(world, state, config),
     }
-
-
-def loss_and_norm(loss: Tensor, norm: Tensor) -> tuple[float, float]:
-    """Return both as numbers: the step's only wait for the GPU, because they decide whether to update."""
-    both: list[float] = torch.stack((loss.double(), norm.double())).tolist()
-    return both[0], both[1]
 
 
 class LocalBatch(NamedTuple):

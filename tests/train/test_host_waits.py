@@ -16,7 +16,7 @@ from minipar.train.step import train_step
 from tests.train.host_waits import host_waits
 
 STEP = {
-    "train/step.py loss_and_norm": "whether to update depends on the loss and the gradient norm: one read for both"
+    "train/step.py train_step": "whether to update depends on the loss and the gradient norm: one read for both"
 }
 ROUTED = {
     "train/metrics.py routing": "the step's metrics, after its work is enqueued",
@@ -104,7 +104,7 @@ def test_a_step_reads_only_what_it_must(name):
     )
     for found in by_rank:
         assert found.keys() <= declared.keys() | ON_CPU.keys(), set(found) - set(declared)
-        assert found["train/step.py loss_and_norm"] == 1
+        assert found["train/step.py train_step"] == 1
         assert found.get(SCALES, 1) == 1
     assert set().union(*by_rank) - ON_CPU.keys() == declared.keys(), "declared, and no longer read"
 

@@ -5,8 +5,8 @@ those that run the same program by symmetry, such as all ranks of a stage along 
 
 tensors.py         tensors without values
 shapes.py          a cache of the shapes that operations return
-assumed.py         what is assumed where the library needs values that only a real run has
-reads.py           functions that act otherwise in a dry run, such as `.item()`
+assumed.py         the values that are assumed where the library reads a tensor (`.item()`, `.tolist()`)
+reads.py           the methods of torch that answer otherwise in a dry run, such as `.item()`
 record.py          a rank's program, recorded as steps
 transport.py       a transport that records what a rank would send, and sends nothing
 turns.py           threads of one process as ranks, of which one runs at a time
@@ -20,8 +20,10 @@ command.py         runs `minipar train --dry-run`
 
 A faster way runs one rank of each kind, in place of all ranks of the kind:
 
-call.py            one collective call, with the arguments of all its ranks, checked by itself
 kinds.py           runs the first rank of each kind, and the last to check that both do the same
+kind_transport.py  the transport that records a rank in place of its kind
+call.py            one collective call, with the arguments of all its ranks
+prove.py           runs a collective apart from the program, to check it
 """
 
 import lazy_loader

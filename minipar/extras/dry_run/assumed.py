@@ -1,62 +1,73 @@
-"""What a dry run assumes, one entry for each function of the library that needs tensor values only a real run has."""
+"""The values that a dry run assumes, one for each line of the library that reads a tensor value only a real run has."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minipar.comm import Comm
-
 
 class Assumption(NamedTuple):
-    """What a function of the library returns if it reads a tensor without values, or would return one.
+    """The value that is assumed where a function of the library reads a tensor without values.
 
-    function  its dotted name, where its caller looks it up. A read must be the last thing that it does
-    words     the assumption, as the report states it
-    result    takes the function's arguments, and returns what is assumed in place of its result
+    module, function   which function reads it
+    words              the assumption, as the report states it
+    value              returns the assumed value; is called with the tensor and the frame of `function`
     """
 
+    module: str
     function: str
     words: str
-    result: Callable[..., Any]
+    value: Callable[[Tensor, FrameType], Any]
 
 
-def _in_turn(scores: Tensor, dim: int) -> Tensor:
-    """Return ranks with which each row along `dim` prefers the number that follows the previous row's."""
-    n, rest = scores.shape[dim], scores.movedim(dim, -1).shape[:-1]
-    ranks = (torch.arange(n) - torch.arange(rest.numel())[:, None]) % n
-    return ranks.view(*rest, n).movedim(-1, dim)
+def _even(x: Tensor, total: int) -> list[int]:
+    """Divide `total` rows evenly over the elements of x."""
+    share, rest = divmod(total, x.numel())
+    return [share + (i < rest) for i in range(x.numel())]
 
 
-def _own(comm: Comm, digests: Tensor, lengths: list[int]) -> list[Counter[int]]:
-    return [Counter(digests.tolist())] * comm.size
+def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
+    """Return the counts that `row_counts` all-gathers, as if every rank divided its rows evenly over the experts."""
+    assert frame.f_back is not None
+    own, p = frame.f_locals["counts"], frame.f_locals["p"]
+    rows = _even(own, frame.f_back.f_locals["rows"].shape[0])
+    return torch.tensor(rows * p).view(x.shape).tolist()
 
 
+FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
 BALANCED = "the router sends every expert as many tokens, and drops none"
 ASSUMED = (
-    Assumption("minipar.comm.agreement._any_differs", "all ranks run the same model", lambda *_: False),
-    Assumption("minipar.model.router.tie_ranks", BALANCED, _in_turn),
     Assumption(
-        "minipar.model.router.random_second", "every token uses its second expert", lambda expert, *_: expert
+        "minipar.comm.agreement", "require_equal", "all ranks run the same model", lambda x, frame: False
     ),
-    Assumption("minipar.train.step.routing", BALANCED, lambda *_: {}),
+    Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
     Assumption(
-        "minipar.train.step.loss_and_norm",
-        "every loss and gradient norm is finite, and no gradient is clipped",
-        lambda *_: (1.0, 0.5),
-    ),
-    Assumption(
-        "minipar.train.optim.digests_of_ranks",
+        "minipar.train.optim",
+        "norm_shares",
         "any share of a gradient's square may count towards the norm",
-        _own,
+        lambda x, frame: frame.f_locals["digests"].tolist(),
+    ),
+    Assumption("minipar.train.metrics", "routing", BALANCED, lambda x, frame: [0.0] * x.numel()),
+    Assumption(
+        "minipar.data_parallel.chunk_optimizer",
+        "_refresh",
+        "nothing but the optimizer writes to weights",
+        lambda x, frame: False,
     ),
     Assumption(
-        "minipar.data_parallel.chunk_optimizer.ChunkOptimizer._refresh",
-        "nothing but the optimizer writes to weights",
-        lambda *_: None,
+        "minipar.model.permute", "plan_kept_rows", BALANCED, lambda x, frame: frame.f_locals["expert"].numel()
     ),
+    Assumption("minipar.model.permute", "_gather_or_zero", BALANCED, lambda x, frame: True),
+    Assumption(
+        "minipar.model.grouped_mlp",
+        "grouped_swiglu",
+        BALANCED,
+        lambda x, frame: _even(x, frame.f_locals["x"].shape[0]),
+    ),
+    Assumption("minipar.expert.dispatch", "row_counts", BALANCED, _rows_of_every_rank),
+    Assumption("minipar.model.fused", "_kernel", "queries and keys are numbers", lambda x, frame: False),
 )

@@ -1,4 +1,4 @@
-"""One collective call, with the arguments of all its ranks: to compare it between ranks, and to check it by itself."""
+"""One collective call, with the arguments of all its ranks, which can be run apart from the rest of the program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Call(NamedTuple):
     size     number of ranks
     default  the algorithm that "auto" stands for, or None
     shape    the tensor's shape, without the first dim for an all-gather with given sizes: `sizes` has it
-    given    the reduction and the root, by name
     """
 
     kind: str
@@ -29,27 +28,34 @@ class Call(NamedTuple):
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    given: tuple[tuple[str, Any], ...]
-    sizes: tuple[int, ...] | None = None
+    op: str | None
+    root: int | None
+    sizes: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        op = "".join(f" {value}" for name, value in self.given if name == "op")
+        op = f" {self.op}" if self.op else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind}{op} of {list(self.shape)} {dtype} over {self.size} ranks"
 
     def run(self, comm: Comm, tensors: DryTensors) -> None:
         """Call this collective as a rank of `comm`."""
-        given, shape, sizes = dict(self.given), self.shape, self.sizes
+        shape = self.shape
+        given: dict[str, Any] = {}
+        if self.op is not None:
+            given["op"] = self.op
+        if self.root is not None:
+            given["root"] = self.root
         if self.kind == "all_to_all":
-            assert sizes is not None
-            given |= {"send_sizes": sizes, "recv_sizes": [sizes[comm.rank]] * comm.size}
-        elif sizes is not None:
-            given["sizes"] = sizes
-            shape = (sizes[comm.rank], *shape) if self.kind == "all_gather" else shape
+            assert self.sizes is not None
+            given |= {"send_sizes": self.sizes, "recv_sizes": [self.sizes[comm.rank]] * comm.size}
+        elif self.sizes is not None:
+            given["sizes"] = self.sizes
+            shape = (self.sizes[comm.rank], *shape) if self.kind == "all_gather" else shape
         x = torch.empty(shape, dtype=self.dtype)
         if not x.is_meta:
             tensors.forget_contents(x)
-        comm.using(self.default or "auto")._collective(self.kind, self.algorithm, False, x, **given)
+        comm = comm.using(self.default) if self.default else comm
+        comm._collective(self.kind, self.algorithm, False, x, **given)
 
 
 def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, Any]) -> Call:
@@ -65,6 +71,14 @@ def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, A
                 f"an all-to-all on comm {comm.name!r} sends {list(sizes)} rows and receives {list(back)}: its ranks send "
                 "different numbers of rows, and are not of one kind; run every rank"
             )
-    named = tuple((name, given[name]) for name in ("op", "root") if name in given)
-    sizes = None if sizes is None else tuple(map(int, sizes))
-    return Call(kind, algorithm, comm.default_algorithm, comm.size, shape, x.dtype, named, sizes)
+    return Call(
+        kind,
+        algorithm,
+        comm.default_algorithm,
+        comm.size,
+        shape,
+        x.dtype,
+        given.get("op"),
+        given.get("root"),
+        None if sizes is None else tuple(int(s) for s in sizes),
+    )

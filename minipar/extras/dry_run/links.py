@@ -6,10 +6,10 @@ again. A rank posts a message when its program comes to it, and waits where its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from minipar.comm.transport.messages import Message
-from minipar.extras.dry_run.record import Post, Program, Wait
+from minipar.extras.dry_run.record import Completed, Post, Program
 
 # (channel's name, lane, sender, receiver, number)
 Key = tuple[str, str, int, int, int]
@@ -21,30 +21,39 @@ def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> 
     Each program runs its operations in turn, as one blocking collective does. Raises ValueError if a rank waits for a
     message that no rank sends.
     """
-    now, arrived = {program.rank: 0.0 for program in programs}, dict[Key, float]()
-    waiting = {program.rank: _steps(program, now, arrived, alpha, beta) for program in programs}
-    while waiting:
-        before = len(arrived), len(waiting)
-        waiting = {rank: steps for rank, steps in waiting.items() if next(steps, "ended") != "ended"}
-        if before == (len(arrived), len(waiting)):
-            raise ValueError(f"ranks {list(waiting)} wait for messages that no rank sends")
+    steps = {
+        program.rank: [step for step in program.steps() if isinstance(step, Post | Completed)]
+        for program in programs
+    }
+    now, link_free = dict.fromkeys(steps, 0.0), dict.fromkeys(steps, 0.0)  # rank -> seconds
+    arrived: dict[Key, float] = {}
+    posts: dict[tuple[int, int], Post] = {}
+    at = dict.fromkeys(steps, 0)
+    progress = True
+    while progress:
+        progress = False
+        for rank, own in steps.items():
+            while at[rank] < len(own):
+                step = own[at[rank]]
+                if isinstance(step, Post):
+                    posts[rank, step.number] = step
+                    if step.send is not None:
+                        start = max(now[rank], link_free[rank])
+                        link_free[rank] = start + alpha + beta * step.send.num_bytes
+                        arrived[_key(rank, step.send)] = link_free[rank]
+                else:
+                    post = posts[rank, step.post]
+                    keys = [
+                        _key(rank, message) for message in (post.send, post.receive) if message is not None
+                    ]
+                    if any(key not in arrived for key in keys):
+                        break  # the sender's program has not come so far
+                    now[rank] = max(now[rank], *(arrived[key] for key in keys))
+                at[rank] += 1
+                progress = True
+    if stuck := [rank for rank, own in steps.items() if at[rank] < len(own)]:
+        raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
     return max(now.values(), default=0)
-
-
-def _steps(
-    program: Program, now: dict[int, float], arrived: dict[Key, float], alpha: float, beta: float
-) -> Iterator[Key]:
-    """Execute a program; yield each message that it waits for, until that has been sent."""
-    rank, link_free = program.rank, 0.0
-    for step in program.steps():
-        if isinstance(step, Post) and step.send is not None:
-            link_free = max(now[rank], link_free) + alpha + beta * step.send.num_bytes
-            arrived[_key(rank, step.send)] = link_free
-        elif isinstance(step, Wait) and isinstance(step.on, Post):
-            for key in [_key(rank, message) for message in step.on if message is not None]:
-                while key not in arrived:
-                    yield key
-                now[rank] = max(now[rank], arrived[key])
 
 
 def _key(rank: int, message: Message) -> Key:

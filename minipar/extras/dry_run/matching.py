@@ -4,7 +4,7 @@
 
     collectives   the members of a channel call the same collectives of the same shape in the same order
     channels      any two ranks make the channels that they share in the same order, which NCCL needs
-    messages      the programs are executed against each other, by the rules of the two transports below
+    messages      the programs are executed against each other, once by the rules of each of the two transports below
 
 In the execution a message is delivered once both its send and its receive have been posted, since a send has no buffer. If
 a message is never delivered, the faults name the rank that waits for it and the rank that should have posted the other
@@ -19,68 +19,62 @@ Takes time in proportion to the number of messages.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, zip_longest
-from typing import Any
+from itertools import combinations, product, zip_longest
 
 from minipar.comm.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
 from minipar.comm.transport.messages import ChannelId, Message
-from minipar.extras.dry_run.record import Make, Post, Program, Start, Step, Wait
+from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
 
 MOST_SENTENCES = 8
 
 
 def disagreements(programs: Sequence[Program]) -> list[str]:
     """Describe what does not fit, the most helpful sentence first; an empty list if every program runs to its end."""
-    by_rank = {program.rank: program for program in programs}
-    if found := _different_collectives(by_rank):
+    if found := _different_collectives(programs):
         # Skip the other checks: different collectives also send different messages, so they would repeat the finding.
         return found[:MOST_SENTENCES]
-    found = _different_channels(by_rank)
-    # What ends by the rules of the grouped transport ends by those of the tagged one, too, which forbid less.
-    if not found and (of_grouped := Execution(programs, in_order=True).run()):
-        of_tagged = Execution(programs, in_order=False).run()
-        found = of_tagged or [f"with NCCL, {sentence}" for sentence in of_grouped]
+    found = _different_channels(programs) or Execution(programs, in_order=False).run()
+    if not found:
+        found = [f"with NCCL, {sentence}" for sentence in Execution(programs, in_order=True).run()]
     return found[:MOST_SENTENCES]
 
 
 # Collectives and channels -------------------------------------------------------------------------------------------
 
 
-def _first_difference(
-    programs: dict[int, Program], lists: dict[int, list[Any]]
-) -> tuple[int, dict[int, Any]] | None:
-    """Return the first place, from 1, where ranks have different items, and these by rank: None for a list that has ended.
-
-    A program that was cut short says nothing about what it would have done later.
-    """
-    for i, items in enumerate(zip_longest(*lists.values()), start=1):
-        here = {rank: x for rank, x in zip(lists, items) if x is not None or programs[rank].ended}
-        if len(set(here.values())) > 1:
-            return i, here
-    return None
+def _collectives(program: Program) -> dict[ChannelId, list[str]]:
+    """Return the collectives of each channel, described in words, in the order in which this rank starts them."""
+    called: dict[ChannelId, list[str]] = defaultdict(list)
+    for operation in program.operations:
+        if operation.words:
+            called[operation.channel].append(operation.words)
+    return called
 
 
-def _different_collectives(programs: dict[int, Program]) -> list[str]:
+def _different_collectives(programs: Sequence[Program]) -> list[str]:
     """Name, for each channel, the first collective in which a member differs from most members."""
-    called: dict[ChannelId, dict[int, list[str]]] = {}
-    for rank, program in programs.items():
-        for operation in program.operations:
-            if operation.words:
-                members = [r for r in operation.channel.ranks if r in programs]
-                lists = called.setdefault(operation.channel, {r: [] for r in members})
-                lists[rank].append(operation.words)
+    called = {program.rank: _collectives(program) for program in programs}
+    ended = {program.rank: program.ended for program in programs}
     found = []
-    for channel, lists in sorted(called.items()):
-        if different := _first_difference(programs, lists):
-            i, here = different
-            (usual, _), *_ = Counter(here.values()).most_common(1)
-            likes = {call: rank for rank, call in reversed(here.items())}
-            said = [f"rank {rank} {_calls(call)}" for rank, call in here.items() if call != usual]
-            found.append(
-                f"collective {i} on {channel}: {'; '.join(said[:3])}, and rank {likes[usual]} {_calls(usual)}"
-            )
+    for channel in sorted({channel for calls in called.values() for channel in calls}):
+        lists = {rank: called[rank][channel] for rank in channel.ranks if rank in called}
+        for i in range(max(map(len, lists.values()))):
+            # A program that was cut short says nothing about the collectives that it would have called later.
+            here = {
+                r: calls[i] if i < len(calls) else None
+                for r, calls in lists.items()
+                if i < len(calls) or ended[r]
+            }
+            if len(set(here.values())) <= 1:
+                continue
+            usual, _ = Counter(here.values()).most_common(1)[0]
+            others = [r for r, call in here.items() if call != usual]
+            like = next(r for r, call in here.items() if call == usual)
+            said = "; ".join(f"rank {r} {_calls(here[r])}" for r in others[:3])
+            found.append(f"collective {i + 1} on {channel}: {said}, and rank {like} {_calls(usual)}")
+            break
     return found
 
 
@@ -88,20 +82,30 @@ def _calls(collective: str | None) -> str:
     return "calls no more" if collective is None else f"calls {collective}"
 
 
-def _different_channels(programs: dict[int, Program]) -> list[str]:
+def _different_channels(programs: Sequence[Program]) -> list[str]:
     """Name the first pair of ranks that make the channels they share in different orders."""
-    made = {
-        rank: [step.channel for step in program.steps() if isinstance(step, Make)]
-        for rank, program in programs.items()
-    }
-    for a, b in combinations(sorted(made), 2):
-        shared = {rank: [channel for channel in made[rank] if {a, b} <= {*channel.ranks}] for rank in (a, b)}
-        if different := _first_difference(programs, shared):
-            i, here = different
-            return [
-                f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {here[a]} on "
-                f"rank {a} and {here[b]} on rank {b}; NCCL would hang"
-            ]
+    made: dict[int, tuple[ChannelId, ...]] = {}
+    for program in programs:
+        made[program.rank] = tuple(step.channel for step in program.steps() if isinstance(step, Make))
+    cut = {program.rank for program in programs if not program.ended}
+    members = {channel: set(channel.ranks) for channels in made.values() for channel in channels}
+    # Compare ranks by group: those that make the same channels in the same order agree, and there are few such groups.
+    alike: dict[tuple[ChannelId, ...], list[int]] = defaultdict(list)
+    for rank, channels in made.items():
+        alike[channels].append(rank)
+    for one, other in combinations(alike.values(), 2):
+        for a, b in product(one, other):
+            a, b = sorted((a, b))
+            of_a = [channel for channel in made[a] if b in members[channel]]
+            of_b = [channel for channel in made[b] if a in members[channel]]
+            if {a, b} & cut:
+                of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
+            for i, (x, y) in enumerate(zip_longest(of_a, of_b, fillvalue="none"), start=1):
+                if x != y:
+                    return [
+                        f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {x} on "
+                        f"rank {a} and {y} on rank {b}; NCCL would hang"
+                    ]
     return []
 
 
@@ -109,8 +113,18 @@ def _different_channels(programs: dict[int, Program]) -> list[str]:
 
 # Identifies a message: channel, lane ("" in the grouped transport), sender, receiver, number.
 Key = tuple[ChannelId, str, int, int, int]
-# Executes steps. It yields what it has to wait for: a message's key, or (rank, operation).
-Thread = Iterator[object]
+# A message's posted halves, by verb: "send" and "receive". It is delivered once there are both.
+Halves = dict[str, Message]
+
+
+@dataclass
+class Thread:
+    """A sequence of steps and how far it has come: a rank's main program, or an operation of one of its streams."""
+
+    rank: int
+    steps: list[Step]
+    operation: int | None = None
+    at: int = 0
 
 
 @dataclass
@@ -118,13 +132,13 @@ class RankState:
     """A rank's progress through its operations.
 
     queues  channel -> the operations given to its stream that have not ended, the running one first
-    posts   the keys of each post's messages
+    posts   number of a post -> the keys and halves of its messages
     """
 
     program: Program
     queues: dict[ChannelId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
     finished: set[int] = field(default_factory=set)
-    posts: dict[Post, list[Key]] = field(default_factory=dict)
+    posts: dict[int, list[tuple[Key, Halves]]] = field(default_factory=dict)
     numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
     sent: dict[Line, Posted] = field(default_factory=dict)
     received: dict[Line, Posted] = field(default_factory=dict)
@@ -139,77 +153,101 @@ class Execution:
     def __init__(self, programs: Iterable[Program], in_order: bool):
         self.in_order = in_order
         self.ranks = {program.rank: RankState(program) for program in programs}
-        # The posted halves of each message, by verb. It is delivered once there are both.
-        self.halves: dict[Key, dict[str, Message]] = defaultdict(dict)
+        self.halves: dict[Key, Halves] = defaultdict(dict)
+        # Message key, or (rank, operation) -> the threads that wait for it.
         self.waiting: dict[object, list[Thread]] = defaultdict(list)
+        self.blocked: dict[int, list[Message]] = {}
         self.ready: deque[Thread] = deque()
-        self.running = set(self.ranks)  # ranks whose main program has not ended
+        self.running: set[int] = set()  # ranks whose main program has not ended
         self.mismatched: list[str] = []
 
     def run(self) -> list[str]:
         """Execute as far as possible; return sentences that say why the ranks that have not ended cannot go on."""
-        self.ready.extend(self._main(rank, state) for rank, state in self.ranks.items())
+        for rank, state in self.ranks.items():
+            self.ready.append(Thread(rank, state.program.main))
+            self.running.add(rank)
         while self.ready:
-            thread = self.ready.popleft()
-            for waits_for in thread:
-                self.waiting[waits_for].append(thread)
-                break
+            self._advance(self.ready.popleft())
         return [*self.mismatched, *self._explanations()]
 
-    def _main(self, rank: int, state: RankState) -> Thread:
-        yield from self._steps(rank, state, state.program.main)
-        self.running.discard(rank)
+    def _advance(self, thread: Thread) -> None:
+        """Execute a thread's steps until it has to wait, or ends."""
+        state = self.ranks[thread.rank]
+        while thread.at < len(thread.steps):
+            step = thread.steps[thread.at]
+            waits_for = self._execute(state, thread, step)
+            if waits_for is not None:
+                self.waiting[waits_for].append(thread)
+                return
+            thread.at += 1
+        if thread.operation is None:
+            self.running.discard(thread.rank)
+            return
+        operation = state.program.operations[thread.operation]
+        queue = state.queues[operation.channel]
+        queue.popleft()
+        state.finished.add(thread.operation)
+        self._wake((thread.rank, thread.operation))
+        if queue:
+            self.ready.append(self._thread_of(thread.rank, queue[0]))
 
-    def _stream(self, rank: int, state: RankState, queue: deque[int]) -> Thread:
-        """Execute the operations of a stream until there are none."""
-        while queue:
-            yield from self._steps(rank, state, state.program.operations[queue[0]].steps)
-            operation = queue.popleft()
-            state.finished.add(operation)
-            self._wake((rank, operation))
+    def _execute(self, state: RankState, thread: Thread, step: Step) -> object | None:
+        """Execute one step; return the message or operation that it has to wait for, or None."""
+        if isinstance(step, Completed):
+            return self._not_delivered(state, step.post)
+        if isinstance(step, Finished):
+            return None if step.operation in state.finished else (thread.rank, step.operation)
+        if isinstance(step, Start):
+            queue = state.queues[state.program.operations[step.operation].channel]
+            queue.append(step.operation)
+            if len(queue) == 1:
+                self.ready.append(self._thread_of(thread.rank, step.operation))
+        elif isinstance(step, Post):
+            if step.number not in state.posts:
+                self._post(thread.rank, state, step)
+            if self.in_order:
+                return self._not_delivered(state, step.number)
+        return None
 
-    def _steps(self, rank: int, state: RankState, steps: Iterable[Step]) -> Thread:
-        for step in steps:
-            if isinstance(step, Start):
-                queue = state.queues[state.program.operations[step.operation].channel]
-                queue.append(step.operation)
-                if len(queue) == 1:
-                    self.ready.append(self._stream(rank, state, queue))
-            elif isinstance(step, Post):
-                state.posts[step] = [self._post(rank, state, half) for half in step if half]
-            post = step.on if isinstance(step, Wait) else step if self.in_order else None
-            if isinstance(post, Post):
-                for key in state.posts[post]:
-                    if len(self.halves[key]) < 2:
-                        yield key
-            elif isinstance(step, Wait) and step.on not in state.finished:
-                yield rank, step.on
+    def _thread_of(self, rank: int, operation: int) -> Thread:
+        return Thread(rank, self.ranks[rank].program.operations[operation].steps, operation)
 
-    def _post(self, rank: int, state: RankState, message: Message) -> Key:
-        """Post a half of a message. If the other half is there, compare them, and let go on who waits for the message."""
-        sends = message.verb == "send"
-        lane = "" if self.in_order else message.lane
-        count = (message.channel, lane, message.verb, message.peer)
-        pair = (rank, message.peer) if sends else (message.peer, rank)
-        key = (message.channel, lane, *pair, state.numbers[count])
-        state.numbers[count] += 1
-        line = message.channel, message.lane, message.peer
-        (state.sent if sends else state.received)[line] = (
-            message.number + 1,
-            message.num_bytes,
-            message.label,
-        )
-        halves = self.halves[key]
-        halves[message.verb] = message
-        if len(halves) == 2:
-            send, receive = halves["send"], halves["receive"]
-            if (send.num_bytes, send.label) != (receive.num_bytes, receive.label):
-                self.mismatched.append(
-                    f"rank {pair[0]} sends rank {pair[1]} {send.num_bytes} bytes on {send.channel} ({send.label}, message "
-                    f"{send.number}), and rank {pair[1]} receives {receive.num_bytes} bytes ({receive.label})"
-                )
-            self._wake(key)
-        return key
+    def _not_delivered(self, state: RankState, post: int) -> Key | None:
+        for key, halves in state.posts[post]:
+            if len(halves) < 2:
+                return key
+        return None
+
+    def _post(self, rank: int, state: RankState, post: Post) -> None:
+        posted = []
+        for message in (post.send, post.receive):
+            if message is None:
+                continue
+            sends = message.verb == "send"
+            lane = "" if self.in_order else message.lane
+            count = (message.channel, lane, message.verb, message.peer)
+            pair = (rank, message.peer) if sends else (message.peer, rank)
+            key = (message.channel, lane, *pair, state.numbers[count])
+            state.numbers[count] += 1
+            table = state.sent if sends else state.received
+            line = message.channel, message.lane, message.peer
+            table[line] = (message.number + 1, message.num_bytes, message.label)
+            halves = self.halves[key]
+            halves[message.verb] = message
+            posted.append((key, halves))
+            if len(halves) == 2:
+                self._meet(key, halves)
+        state.posts[post.number] = posted
+
+    def _meet(self, key: Key, halves: Halves) -> None:
+        """Compare a send with its receive, and let the threads that wait for the message go on."""
+        send, receive = halves["send"], halves["receive"]
+        if (send.num_bytes, send.label) != (receive.num_bytes, receive.label):
+            self.mismatched.append(
+                f"rank {key[2]} sends rank {key[3]} {send.num_bytes} bytes on {send.channel} ({send.label}, message "
+                f"{send.number}), and rank {key[3]} receives {receive.num_bytes} bytes ({receive.label})"
+            )
+        self._wake(key)
 
     def _wake(self, key: object) -> None:
         self.ready.extend(self.waiting.pop(key, ()))
@@ -219,19 +257,29 @@ class Execution:
 
         If the counts prove no deadlock, say what each waiting rank waits for.
         """
-        waits: dict[int, list[object]] = defaultdict(list)
-        for key, halves in self.halves.items():
-            if key in self.waiting:
-                for half in halves.values():
-                    waits[key[2] if half.verb == "send" else key[3]].append(half)
+        waits: dict[int, list[Message]] = defaultdict(list)
+        for key, threads in self.waiting.items():
+            for thread in threads:
+                for posted, halves in self._messages_of(thread):
+                    if posted == key:
+                        waits[thread.rank] += halves.values()
         counts = {
-            rank: MessageCounts(waits[rank], state.sent, state.received) for rank, state in self.ranks.items()
+            rank: MessageCounts(list(waits[rank]), state.sent, state.received)
+            for rank, state in self.ranks.items()
         }
-        if not self.running:
-            return [unmatched.sentence for unmatched in unmatched_messages(counts)]
-        why = deadlock(counts, set(self.running), set(self.ranks) - self.running) or {}
-        return (
-            [sentence for _, sentence in sorted(why.items())]
-            or [f"rank {rank} waits to {waits[rank][0]}" for rank in sorted(self.running) if waits[rank]]
-            or [f"ranks {sorted(self.running)} wait for each other's operations"]
-        )
+        found = []
+        if self.running:
+            why = deadlock(counts, set(self.running), set(self.ranks) - self.running)
+            found = [sentence for _, sentence in sorted((why or {}).items())]
+            if not found:
+                found = [
+                    f"rank {rank} waits to {waits[rank][0]}" for rank in sorted(self.running) if waits[rank]
+                ] or [f"ranks {sorted(self.running)} wait for each other's operations"]
+        left = unmatched_messages(counts)
+        return found or [unmatched.sentence for unmatched in left]
+
+    def _messages_of(self, thread: Thread) -> list[tuple[Key, Halves]]:
+        step = thread.steps[thread.at]
+        if isinstance(step, Completed):
+            return self.ranks[thread.rank].posts[step.post]
+        return self.ranks[thread.rank].posts[step.number] if isinstance(step, Post) else []

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import gc
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from traceback import extract_tb
-from typing import Any, Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from minipar.comm import Comm
 from minipar.extras.dry_run.matching import disagreements
-from minipar.extras.dry_run.reads import replaced
-from minipar.extras.dry_run.record import Program, Refused, Unknown
-from minipar.extras.dry_run.shapes import KnownShapes
+from minipar.extras.dry_run.reads import AllRanks
+from minipar.extras.dry_run.record import Program, Refused
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.extras.dry_run.transport import Contents, RecordedTransport
-from minipar.extras.dry_run.turns import Stuck
+from minipar.extras.dry_run.turns import Stuck, Turns
 
 T = TypeVar("T")
 
 # A rank's program. It is called with its world and with the mode that counts the bytes of its tensors.
 RankProgram = Callable[[Comm, DryTensors], T]
+# Makes the world of a rank, on which its program is recorded.
+MakeWorld = Callable[[int, Contents, DryTensors], Comm]
 
 
-@dataclass
-class DryPrograms(Generic[T]):
+class DryPrograms(NamedTuple, Generic[T]):
     """Recorded programs, the results of those that ended by rank, and the faults and assumptions in words."""
 
     programs: list[Program]
@@ -36,57 +33,58 @@ class DryPrograms(Generic[T]):
     faults: list[str]
     assumed: list[str]
 
-    @property
-    def num_messages(self) -> int:
-        return sum(1 for program in self.programs for _ in program.messages())
-
 
 def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
     """Run `program(world, tensors)` for each of `size` ranks, then execute the records against each other.
 
     Raises Refused if a program reads tensor values that only a real run has.
     """
-    done = record(size, range(size), program)
-    done.faults += disagreements(done.programs)
-    return done
+    members = tuple(range(size))
+
+    def world(rank: int, contents: Contents, tensors: DryTensors) -> Comm:
+        transport = RecordedTransport(members, rank, contents, tensors.has_contents, tensors.forget_contents)
+        return Comm(transport, members, "world")
+
+    done = record(members, world, program)
+    return done._replace(faults=[*done.faults, *disagreements(done.programs)])
 
 
-def record(
-    size: int, ranks: Iterable[int], program: RankProgram[T], comm_class: type[Comm] = Comm, kinds: Any = None
-) -> DryPrograms[T]:
+def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T]) -> DryPrograms[T]:
     """Run and record the programs of these ranks. The records are not compared: the faults are only the errors raised.
 
     Raises Refused like `run_ranks`.
     """
-    members, shapes = tuple(range(size)), KnownShapes()
-    programs = {rank: Program(rank) for rank in ranks}
-    contents = Contents(programs.keys(), kinds)
+    turns = Turns()
+    contents = Contents(turns.wait_until)
+    programs: dict[int, Program] = {}
     results: dict[int, T] = {}
     errors: dict[int, Exception] = {}
     assumed: set[str] = set()
 
-    def run(own: Program) -> None:
-        with DryTensors(shapes) as tensors:
-            transport = RecordedTransport(members, own, contents, tensors)
+    def run(rank: int) -> None:
+        with shared.without_contents() as tensors:
+            world = make_world(rank, contents, tensors)
+            transport = world._transport
+            assert isinstance(transport, RecordedTransport)
+            programs[rank] = transport.program
             try:
-                results[own.rank] = program(comm_class(transport, members, "world"), tensors)
-                own.ended = True
+                results[rank] = program(world, tensors)
+                transport.program.ended = True
             except Stuck:
                 pass
             except Exception as error:
-                errors[own.rank] = error
+                errors[rank] = error
             transport.recording = False
             assumed.update(tensors.assumed)
 
-    with _no_garbage_collection(), replaced():
-        contents.run(partial(run, own) for own in programs.values())
-    for _, error in sorted(errors.items()):
-        if isinstance(error, Unknown):
-            raise Refused(_who_reads(error)) from error
+    with _no_garbage_collection(), AllRanks() as shared:
+        turns.run([partial(run, rank) for rank in ranks])
+    for error in errors.values():
         if isinstance(error, Refused):
             raise error
     faults = [f"rank {rank} raises {_one_line(error)}" for rank, error in sorted(errors.items())]
-    return DryPrograms(list(programs.values()), dict(sorted(results.items())), faults, sorted(assumed))
+    results = dict(sorted(results.items()))
+    return DryPrograms([programs[rank] for rank in ranks], results, faults, sorted(assumed))
 
 
 @contextmanager
@@ -101,19 +99,6 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if enabled:
             gc.enable()
-
-
-def _who_reads(error: Unknown) -> str:
-    """Say which function has read a tensor without values: the last one that is not of this package."""
-    calls = [
-        call
-        for call in extract_tb(error.__traceback__)
-        if Path(call.filename).parent != Path(__file__).parent
-    ]
-    return (
-        f"{calls[-1].name} ({'/'.join(Path(calls[-1].filename).parts[-2:])}, line {calls[-1].lineno}) decides by numbers "
-        "that only a real run has, and a dry run assumes nothing about them; leave out the option that needs it"
-    )
 
 
 def _one_line(error: Exception) -> str:

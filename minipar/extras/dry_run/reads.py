@@ -1,4 +1,4 @@
-"""Functions that act otherwise in a dry run: reads of tensors without values, what is assumed, and a few about memory.
+"""Methods of torch that answer otherwise in a dry run: those that read a tensor without values, and a few about its memory.
 
 They are replaced for as long as a dry run lasts, and act as always on a thread that runs no rank. A function mode of torch
 could see the same calls, but it would be called for every function and attribute, which takes a third of a dry run's time.
@@ -6,110 +6,157 @@ could see the same calls, but it would be called for every function and attribut
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pkgutil import resolve_name
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from minipar.comm.transport.checked import OF_ONE_SHAPE
-from minipar.extras.dry_run.assumed import ASSUMED, Assumption
-from minipar.extras.dry_run.record import Unknown
+from minipar.comm.transport.errors import require_device
+from minipar.extras.dry_run.assumed import ASSUMED
+from minipar.extras.dry_run.record import Refused
+from minipar.extras.dry_run.shapes import KnownShapes
 from minipar.extras.dry_run.tensors import DryTensors
 
-
-@contextmanager
-def replaced() -> Iterator[None]:
-    """Make a context in which the functions that this module is about are replaced."""
-    with ExitStack() as stack:
-        for name, instead in REPLACED.items():
-            stack.enter_context(mock.patch(name, _in_a_dry_run(resolve_name(name), instead)))
-        yield
+aten = torch.ops.aten
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 
 
-def _in_a_dry_run(original: Any, instead: Any) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, DryTensors):
-                return instead(mode, original, *args, **kwargs)
-        return original(*args, **kwargs)
+class AllRanks:
+    """State shared by all ranks of a dry run. As a context, it replaces the methods of torch that this module is about."""
 
-    return function
+    def __init__(self) -> None:
+        self.watchers: list[DryTensors] = []
+        self.shapes = KnownShapes()
+        self._running = threading.local()  # .tensors: the mode of the rank that runs in this thread
 
+    @contextmanager
+    def without_contents(self) -> Iterator[DryTensors]:
+        """Return a context in which this thread runs a rank's program on tensors without values."""
+        tensors = self._running.tensors = DryTensors(self.shapes)
+        self.watchers.append(tensors)
+        with tensors:
+            try:
+                yield tensors
+            finally:
+                del self._running.tensors
 
-def _read(tensors: DryTensors, method: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not tensors.has_contents(x):
-        raise Unknown("it reads numbers that only a real run has")
-    return method(x, *args, **kwargs)
+    def __enter__(self) -> AllRanks:
+        replaced: dict[str, Any] = {name: self._read(getattr(Tensor, name)) for name in READS}
+        replaced |= {
+            "pin_memory": self._pin_memory(Tensor.pin_memory),
+            "data_ptr": _data_ptr(Tensor.data_ptr),
+        }
+        self._replaced = ExitStack()
+        for name, method in replaced.items():
+            self._replaced.enter_context(mock.patch.object(Tensor, name, method))
+        of_storages = {
+            "resize_": self._resize(torch.UntypedStorage.resize_),
+            "data_ptr": _storage_data_ptr(torch.UntypedStorage.data_ptr),
+        }
+        for name, method in of_storages.items():
+            self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, name, method))
+        self._replaced.enter_context(mock.patch("minipar.comm.collectives.require_device", self._on_device))
+        attention = _attention(F.scaled_dot_product_attention)
+        self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self._replaced.close()
 
-def _assume(assumption: Assumption, tensors: DryTensors, function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        result = function(*args, **kwargs)
-        if not isinstance(result, Tensor) or tensors.has_contents(result):
-            return result
-        del result  # its memory
-    except Unknown:
-        pass
-    tensors.assumed.add(assumption.words)
-    return assumption.result(*args, **kwargs)
+    def _tensors(self) -> DryTensors | None:
+        """Return the mode of the rank that runs in this thread, or None."""
+        return getattr(self._running, "tensors", None)
 
+    def _read(self, method: Any) -> Callable[..., Any]:
+        def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            tensors = self._tensors()
+            if tensors is None or tensors.has_contents(x):
+                return method(x, *args, **kwargs)
+            return _assume(tensors, x, sys._getframe(1))
 
-def _resize(tensors: DryTensors, method: Any, storage: torch.UntypedStorage, size: int) -> Any:
-    resized = method(storage, size)
-    tensors.resized(storage._cdata, storage.nbytes())
-    return resized
+        return read
+
+    def _on_device(self, *args: Any) -> None:
+        if self._tensors() is None:  # the tensors of a dry run are on the meta device
+            require_device(*args)
+
+    def _pin_memory(self, method: Any) -> Callable[..., Tensor]:
+        def pin_memory(x: Tensor, *args: Any) -> Tensor:
+            pinned: Tensor = x if self._tensors() is not None else method(x, *args)
+            return pinned
+
+        return pin_memory
+
+    def _resize(self, method: Any) -> Callable[[torch.UntypedStorage, int], Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = method(storage, size)
+            for watcher in self.watchers:
+                watcher.resized(storage._cdata, storage.nbytes())
+            return resized
+
+        return resize
 
 
 # Torch returns 0 as the address of all that is on the meta device, but the library compares addresses.
 
 
-def _data_ptr(tensors: DryTensors, method: Any, x: Tensor) -> Any:
-    return x.untyped_storage().data_ptr() + x.storage_offset() * x.itemsize if x.is_meta else method(x)
+def _data_ptr(method: Any) -> Callable[[Tensor], int]:
+    def data_ptr(x: Tensor) -> int:
+        inside = x.storage_offset() * x.itemsize
+        at: int = _made_up(x.untyped_storage()) + inside if x.is_meta else method(x)
+        return at
+
+    return data_ptr
 
 
-def _storage_data_ptr(tensors: DryTensors, method: Any, storage: torch.UntypedStorage) -> Any:
+def _storage_data_ptr(method: Any) -> Callable[[torch.UntypedStorage], int]:
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        at: int = _made_up(storage) if storage.device.type == "meta" else method(storage)
+        return at
+
+    return data_ptr
+
+
+def _made_up(storage: torch.UntypedStorage) -> Any:
     """Return the address at which the storage's memory is taken to begin, 2^48 bytes or more from every other storage's.
 
     The address of the storage's own object will not do: these objects lie so close together that a tensor some kilobytes
     into one storage would now and then have the address of another one, depending on what the process has done before.
     """
-    return storage._cdata << 48 if storage.device.type == "meta" else method(storage)
+    return storage._cdata << 48
 
 
-def _attention(tensors: DryTensors, function: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if q.is_meta and kwargs.get("attn_mask") is None:
-        # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(q, *args, 0.0, kwargs["is_causal"])[0]
-    return function(q, *args, **kwargs)
+def _attention(function: Any) -> Callable[..., Tensor]:
+    def attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if q.is_meta and kwargs.get("attn_mask") is None:
+            # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            attended: Tensor = kernel(q, *args, 0.0, kwargs["is_causal"])[0]
+            return attended
+        attended = function(q, *args, **kwargs)
+        return attended
+
+    return attention
 
 
-def _collective(
-    tensors: DryTensors, method: Any, comm: Any, kind: str, signature: str, shape: Any, operation: Any
-) -> Any:
-    """Run a collective, and describe it in the record of its operation."""
-    of_shape = f" of {list(shape)}" if shape is not None and kind in OF_ONE_SHAPE else ""
-    comm._transport.running[-1].words = signature + of_shape
-    return method(comm, kind, signature, shape, operation)
-
-
-READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
-# Name of a function -> what is called in its place, with the rank's tensors, the function, and its arguments.
-REPLACED: dict[str, Callable[..., Any]] = {
-    **{f"torch.Tensor.{name}": _read for name in READS},
-    **{assumption.function: partial(_assume, assumption) for assumption in ASSUMED},
-    "torch.Tensor.pin_memory": lambda tensors, method, x, *args: x,
-    "torch.Tensor.data_ptr": _data_ptr,
-    "torch.UntypedStorage.data_ptr": _storage_data_ptr,
-    "torch.UntypedStorage.resize_": _resize,
-    "torch.nn.functional.scaled_dot_product_attention": _attention,
-    "minipar.comm.point_to_point.PointToPoint._run_labelled": _collective,
-    # The tensors of a dry run are on the meta device.
-    "minipar.comm.collectives.require_device": lambda tensors, function, *args: None,
-}
+def _assume(tensors: DryTensors, x: Tensor, frame: FrameType | None) -> Any:
+    """Return the value that is assumed for a read in this frame, or in its caller. Raises Refused if there is none."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("minipar."):
+        frame = frame.f_back
+    assert frame is not None
+    module, function = frame.f_globals["__name__"], frame.f_code.co_name
+    for assumption in ASSUMED:
+        if assumption.module == module and assumption.function == function:
+            tensors.assumed.add(assumption.words)
+            return assumption.value(x, frame)
+    raise Refused(
+        f"{module}.{function} (line {frame.f_lineno}) decides by numbers that only a real run has, and a dry run "
+        "assumes nothing about them; leave out the option that needs it"
+    )

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import ChannelId, Message
 
 
 class Refused(ValueError):
     """A dry run cannot follow the program: it reads tensor values that only a real run has, or sends unseen messages."""
-
-
-class Unknown(Refused):
-    """The program reads a tensor without values."""
 
 
 class Make(NamedTuple):
@@ -28,13 +25,23 @@ class Make(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Post a send, a receive, or both as one group. At least one is not None. A rank's posts are all different."""
+    """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
 
+    number: int
     send: Message | None
     receive: Message | None
 
     def __str__(self) -> str:
-        return " and ".join(str(message) for message in self if message is not None)
+        return " and ".join(str(message) for message in (self.send, self.receive) if message is not None)
+
+
+class Completed(NamedTuple):
+    """Wait for the messages of the post with this number."""
+
+    post: int
+
+    def __str__(self) -> str:
+        return "wait"
 
 
 class Start(NamedTuple):
@@ -46,33 +53,42 @@ class Start(NamedTuple):
         return "go on"
 
 
-class Wait(NamedTuple):
-    """Wait until a post's messages are delivered, or an operation, given by its number, has ended."""
+class Finished(NamedTuple):
+    """Wait until an operation has ended."""
 
-    on: Post | int
+    operation: int
 
     def __str__(self) -> str:
         return "wait"
 
 
-Step = Make | Post | Start | Wait
+Step = Make | Post | Completed | Start | Finished
 
 
 @dataclass
 class Recorded:
-    """An operation of a stream: its steps, and what it is.
+    """An operation of a stream: its steps and, if it is a collective, its signature and shape.
 
-    words     the collective on which all members of the channel must agree, with its shape unless ranks may have different
-              ones: "all_reduce sum of [8]"; "" for a point-to-point message
-    call      in a dry run by kind, the collective with all its arguments (`call.py`)
-    num_sent  the number of messages sent, if they are no longer among the steps
+    signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
+    shape      the shape of the tensor
     """
 
     channel: ChannelId
     steps: list[Step] = field(default_factory=list)
-    words: str = ""
-    call: Any = None
-    num_sent: int = 0
+    signature: str = ""
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def words(self) -> str:
+        """The description on which all members of the channel must agree; "" for a point-to-point message."""
+        return in_words(self.signature, self.shape)
+
+
+def in_words(signature: str, shape: tuple[int, ...] | None) -> str:
+    """Describe a collective: "all_reduce sum of [8]", or without the shape if ranks may have different shapes."""
+    if shape is None or signature.split(" ")[0] not in OF_ONE_SHAPE:
+        return signature
+    return f"{signature} of {list(shape)}"
 
 
 @dataclass
@@ -87,6 +103,7 @@ class Program:
     rank: int
     main: list[Step] = field(default_factory=list)
     operations: list[Recorded] = field(default_factory=list)
+    num_posts: int = 0
     ended: bool = False
 
     def steps(self) -> Iterator[Step]:
@@ -95,25 +112,26 @@ class Program:
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages that this rank sends, in the order in which it posts them."""
-        return (step.send for step in self.steps() if isinstance(step, Post) and step.send is not None)
+        posts = (step for step in self.steps() if isinstance(step, Post))
+        for post in sorted(posts, key=lambda post: post.number):
+            if post.send is not None:
+                yield post.send
 
 
 def difference(first: Program, other: Program) -> str:
     """Describe the first difference of two records; "" if only their ranks differ."""
-    pairs = [(first.main, other.main)]
     for number, (a, b) in enumerate(zip_longest(first.operations, other.operations), start=1):
-        if _called(a) != _called(b) or (a and b and a.call != b.call):
+        if _called(a) != _called(b):
             return f"operation {number} is {_called(a)} on one and {_called(b)} on the other"
-        pairs.append((a.steps, b.steps))
-    for ones, twos in pairs:
-        for number, (one, two) in enumerate(zip_longest(ones, twos, fillvalue="do nothing"), start=1):
-            # Compare the types, too: as tuples, a Start and a Wait with the same number are equal.
+    pairs = [(first.main, other.main)]
+    pairs += [(a.steps, b.steps) for a, b in zip(first.operations, other.operations)]
+    for steps in pairs:
+        for number, (one, two) in enumerate(zip_longest(*steps, fillvalue="do nothing"), start=1):
+            # Compare the types, too: as tuples, a Start and a Finished with the same number are equal.
             if type(one) is not type(two) or one != two:
                 return f"step {number} is to {one} on one and to {two} on the other"
     return "one ended and the other did not" if first.ended != other.ended else ""
 
 
 def _called(operation: Recorded | None) -> str:
-    if operation is None:
-        return "nothing"
-    return f"{operation.call or operation.words or 'a message'} on {operation.channel}"
+    return "nothing" if operation is None else f"{operation.words or 'a message'} on {operation.channel}"

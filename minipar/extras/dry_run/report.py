@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from minipar.extras.dry_run.run import DryRank, DryRun
 
@@ -63,33 +63,43 @@ def _table(result: DryRun) -> str:
         for axis in ("tp", "pp", "cp", "ep", "dp", "edp")
         if any(r.sent[axis] for r in result.ranks.values())
     ]
-    titles = ["ranks", "parameters", "gradients", "states", "rest", "peak"]
-    rows = [[*titles, *(f"over {axis}" for axis in axes), "messages"]]
+    titles = [
+        "ranks",
+        "parameters",
+        "gradients",
+        "states",
+        "rest",
+        "peak",
+        *(f"over {axis}" for axis in axes),
+        "messages",
+    ]
+    rows = [titles]
     for ranks, first in ranks_alike(result):
-        figures = map(_bytes, (*first.holding, *(first.sent[axis] for axis in axes)))
-        rows.append([_ranges(ranks), *figures, f"{first.messages:,}"])
-    return "\n".join(["What a rank holds, and sends in a step:", *_aligned(rows)])
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for first, *cells in rows]
+        held = [_bytes(x) for x in first.holding]
+        sent = [_bytes(first.sent[axis]) for axis in axes]
+        rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+    return "\n".join(["What a rank holds, and sends in a step:", *lines])
 
 
 def _beside_the_planner(result: DryRun) -> str:
     if not result.compared:
         return ""
     ends = sorted({row.pp for row in result.compared} & {0, result.config.pp - 1})
-    rows = {
-        "": [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
-    }
-    for row in result.compared:
-        if row.pp in ends:
-            cells = rows.setdefault(row.what, [""] * len(rows[""]))
-            at = 2 * ends.index(row.pp)
-            cells[at : at + 2] = _bytes(row.planned), _bytes(row.found)
-    lines = ["Beside the planner:", *_aligned([[what, *cells] for what, cells in rows.items()])]
+    whats = list(dict.fromkeys(row.what for row in result.compared))
+    of = {(row.what, row.pp): row for row in result.compared}
+    titles = [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
+    lines = [f"{'Beside the planner:':22}" + "".join(f"{title:>16}" for title in titles)]
+    for what in whats:
+        rows = [of.get((what, pp)) for pp in ends]
+        cells = [
+            cell for row in rows for cell in ((_bytes(row.planned), _bytes(row.found)) if row else ("", ""))
+        ]
+        lines.append(f"{what:22}" + "".join(f"{cell:>16}" for cell in cells))
     if result.not_planned:
         lines.append(f"The planner leaves out {', '.join(result.not_planned)}.")
     return "\n".join(lines)
@@ -106,7 +116,7 @@ def _by_symmetry(result: DryRun) -> str:
         return ""
     firsts, lasts = sorted(of.kinds), sorted(of.checked.values())
     others = result.config.world_size - len(firsts) - len(lasts)
-    alone = sum(sent is not None for sent in of.collectives.values())
+    how = Counter(found.how for found in of.collectives.values())
     said = [
         f"Of {len(firsts)} kinds of ranks the first was computed ({_ranges(firsts)}), and the last compared with it, "
         f"message by message ({_ranges(lasts)})."
@@ -117,8 +127,8 @@ def _by_symmetry(result: DryRun) -> str:
         "collective in which ranks differ, about a bucket."
         if others
         else "",
-        f"Of {len(of.collectives)} distinct collectives {alone} were run by themselves, on all ranks of a group; the "
-        "others have too many messages.",
+        f"Of {len(of.collectives)} distinct collectives {how['whole']} were run by all ranks of a group, {how['alike']} by "
+        f"three ranks that do the same, and {how['smaller']} by a smaller group than theirs.",
     ]
     return textwrap.fill(" ".join(filter(None, said)), WIDTH)
 
@@ -141,6 +151,9 @@ def _ranges(numbers: list[int]) -> str:
 def _bytes(number: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(number) >= factor:
-            scaled = number / factor
-            return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:,.0f} {unit}"
+            return (
+                f"{number / factor:.3g} {unit}"
+                if number / factor < 1000
+                else f"{number / factor:,.0f} {unit}"
+            )
     return f"{number:.0f} B"

@@ -12,9 +12,10 @@ Not run: reading and writing checkpoints, measuring held-out loss, and the text 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +25,12 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
 from minipar.extras.dry_run.kinds import KindsRun, run_kinds
-from minipar.extras.dry_run.programs import DryPrograms, run_ranks
+from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.record import Program
 from minipar.extras.dry_run.tensors import DryTensors
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import Coordinates
 from minipar.support.environment import MAX_RANKS
-from minipar.support.live_bytes import tensors_in
 from minipar.train.data.text import Text, load_data
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
@@ -59,12 +59,14 @@ class DryRank(NamedTuple):
     """The bytes that one rank holds, and those that it sends.
 
     sent        bytes sent in the second step, by axis of the mesh
+    by_kind     bytes sent in the second step, by kind of operation
     sent_bytes, messages   all bytes and messages sent in the second step; those over the world Comm are under no axis
     """
 
     coordinates: Coordinates
     holding: Holding
     sent: dict[str, int]
+    by_kind: Counter[str]
     sent_bytes: int
     messages: int
 
@@ -90,7 +92,6 @@ class DryRun:
     not_planned  options that the planner's formulas leave out
     memory_bytes a device's memory, or None
     by_kind      the details of a run by kind, or None
-    num_messages the number of messages that all ranks send
     """
 
     config: TrainConfig
@@ -102,7 +103,13 @@ class DryRun:
     not_planned: list[str]
     memory_bytes: float | None = None
     by_kind: KindsRun[DryRank] | None = None
-    num_messages: int = 0
+
+    @property
+    def num_messages(self) -> int:
+        """The number of messages that all ranks send."""
+        if self.by_kind is not None:
+            return self.by_kind.messages
+        return sum(1 for program in self.programs for _ in program.messages())
 
     @property
     def over_memory(self) -> list[int]:
@@ -131,26 +138,24 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
         raise ValueError("layer_costs=measured times layers, and a dry run computes nothing; leave it out")
     text, _ = load_data(config)
     program = partial(_rank, config, text)
-    kinds: KindsRun[DryRank] | None = None
-    done: DryPrograms[DryRank]
+    kinds = None
     if config.world_size > MAX_RANKS if by_kind is None else by_kind:
         mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
-        done = kinds = run_kinds(mesh, alike_axes(config), program)
+        kinds = run_kinds(mesh, alike_axes(config), program)
+        programs, faults, assumed = kinds.programs, kinds.faults, kinds.assumed
         ranks = _of_all(mesh, kinds)
     else:
-        done = run_ranks(config.world_size, program)
-        ranks = done.results
+        programs, ranks, faults, assumed = run_ranks(config.world_size, program)
     return DryRun(
         config,
         ranks,
-        done.programs,
-        done.faults,
-        [*done.assumed, *_left_out(config)],
-        [] if done.faults else compare(config, ranks),
+        programs,
+        faults,
+        [*assumed, *_left_out(config)],
+        [] if faults else compare(config, ranks),
         not_weighed(config),
         None if memory_gb is None else memory_gb * 1e9,
         kinds,
-        done.num_messages,
     )
 
 
@@ -159,10 +164,14 @@ def alike_axes(config: TrainConfig) -> list[str]:
 
     Along cp, ranks have different parts of the causal mask, so that they hold different bytes.
     """
-    # In a grid of tp, some ranks exchange their blocks and others do not.
-    plain = config.optimizer, config.compress, config.dispatch, config.dp_speeds
-    alike = {"dp": plain == ("adamw", "none", "all-to-all", None), "tp": config.tp_layout == "1d"}
-    return [axis for axis, same in alike.items() if same]
+    different = {
+        "tp": config.tp_layout != "1d",  # in a grid, some ranks exchange their blocks and others do not
+        "dp": config.dp_speeds is not None
+        or config.optimizer != "adamw"
+        or config.compress != "none"
+        or config.dispatch != "all-to-all",
+    }
+    return [axis for axis, differs in different.items() if not differs]
 
 
 def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
@@ -197,20 +206,36 @@ def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> 
         tensors.peak = tensors.now
         train_step(world, state, config, text, step)
     sent = {axis: comm.traffic.sent_bytes for axis, comm in comms.items()}
-    held = _holding(state, tensors)
-    return DryRank(mesh.coordinates, held, sent, world.traffic.sent_bytes, world.traffic.messages)
+    traffic = world.traffic
+    return DryRank(
+        mesh.coordinates,
+        _holding(state, tensors),
+        sent,
+        traffic.by_kind,
+        traffic.sent_bytes,
+        traffic.messages,
+    )
 
 
 def _holding(state: RankState, tensors: DryTensors) -> Holding:
     parameters = [p for stage in state.stages for p in stage.parameters()]
-    gradients = [p.grad for p in (*parameters, *state.optimizer.tensors)]
-    states = list(state.optimizer.tensors_and_states())
-    owners: dict[int, tuple[int, int]] = {}  # storage -> the first group that has it, and its bytes
-    for group, found in enumerate((parameters, gradients, states)):
-        for x in tensors_in(found):
-            owners.setdefault(x.untyped_storage()._cdata, (group, x.untyped_storage().nbytes()))
-    p, g, s = (sum(num_bytes for of, num_bytes in owners.values() if of == group) for group in range(3))
+    updated = state.optimizer.tensors
+    gradients = [p.grad for p in (*parameters, *updated) if p.grad is not None]
+    masters = [(x, slots) for x, slots in state.optimizer.tensors_and_states()]
+    states = [x for x, _ in masters] + [v for _, slots in masters for v in slots.values()]
+    counted: set[int] = set()
+    p, g, s = (_storage_bytes(group, counted) for group in (parameters, gradients, states))
     return Holding(p, g, s, rest=tensors.now - p - g - s, peak=tensors.peak)
+
+
+def _storage_bytes(tensors: list[Any], counted: set[int]) -> int:
+    """Return the bytes of the tensors' storages, without those already counted."""
+    total = 0
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in counted:
+            counted.add(x.untyped_storage()._cdata)
+            total += x.untyped_storage().nbytes()
+    return total
 
 
 def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
@@ -224,9 +249,12 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
         rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)
         memory, held = rank_memory(job, layout, pp), rank.holding
         total = sum(memory.values()) - memory["context"]  # no CUDA context in a dry run
-        figures = zip(("parameters", "gradients", "optimizer state"), held)
-        found += [Comparison(pp, what, memory[what], num_bytes) for what, num_bytes in figures]
-        found.append(Comparison(pp, "peak", total, held.peak))
+        found += [
+            Comparison(pp, "parameters", memory["parameters"], held.parameters),
+            Comparison(pp, "gradients", memory["gradients"], held.gradients),
+            Comparison(pp, "optimizer state", memory["optimizer state"], held.states),
+            Comparison(pp, "peak", total, held.peak),
+        ]
         for axis, sent in step_traffic(job, layout, pp).items():
             if sent.total or rank.sent[axis]:
                 found.append(Comparison(pp, f"sent over {axis}", sent.total, rank.sent[axis]))

@@ -34,48 +34,66 @@ class KnownShapes:
         on_meta  the operation, on inputs that may be on the CPU
         """
         makes, written = _effect(function)
-        x = arguments(function, args, kwargs)[written] if written else None
-        if not makes and (x is None or not x.is_meta):
+        if not makes and written is None:
             return on_meta(*args, **kwargs)
-        key = function, _key(args), _key(kwargs)
+        try:
+            key = (function, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+            known = self._made.get(key)
+        except TypeError:
+            return on_meta(*args, **kwargs)
+        if known is not None:
+            made = [
+                torch.empty_strided(size, stride, dtype=dtype, device=META)
+                for size, stride, dtype in known[0]
+            ]
+            return made[0] if known[1] else tuple(made)
+        if makes:
+            return self._make(key, on_meta, args, kwargs)
+        assert written is not None
+        position, name = written
+        x = args[position] if position < len(args) else kwargs[name]
+        if not x.is_meta:
+            return on_meta(*args, **kwargs)
+        return self._write((key, x.untyped_storage().nbytes()), x, on_meta, args, kwargs)
+
+    def _make(self, key: object, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else result
+        if isinstance(made, list | tuple) and all(type(x) is Tensor for x in made):
+            self._made[key] = [(x.shape, x.stride(), x.dtype) for x in made], made is not result
+        return result
+
+    def _write(self, key: object, x: Tensor, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if key in self._writes:
             return x
-        if key in self._made:
-            shapes, single = self._made[key]
-            made = [
-                torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in shapes
-            ]
-            return made[0] if single else tuple(made)
-        before = x is not None and _place(x)
-        result = on_meta(*args, **kwargs)
-        if x is None:
-            made = [result] if isinstance(result, Tensor) else result
-            if isinstance(made, list | tuple) and all(type(x) is Tensor for x in made):
-                self._made[key] = [(x.shape, x.stride(), x.dtype) for x in made], made is not result
-        elif result is x and _place(x) == before:  # it neither resized nor moved x
+        before = _place(x)
+        result = function(*args, **kwargs)
+        if result is x and _place(x) == before:  # it neither resized nor moved x
             self._writes.add(key)
         return result
 
 
-def arguments(function: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return an operation's arguments by name."""
-    return {argument.name: value for argument, value in zip(function._schema.arguments, args)} | kwargs
-
-
 @cache
-def written_arguments(function: Any) -> list[str]:
-    """Return the names of the arguments that an operation writes to."""
-    return [x.name for x in function._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+def _effect(function: Any) -> tuple[bool, tuple[int, str] | None]:
+    """Return (makes, written), from an operation's schema.
+
+    makes    whether it only makes new tensors
+    written  else the position and name of the argument that it writes to and returns, if there is exactly one
+    """
+    schema = function._schema
+    if all(value.alias_info is None for value in (*schema.arguments, *schema.returns)):
+        return True, None
+    written = [(i, x.name) for i, x in enumerate(schema.arguments) if _is_written(x)]
+    returned = [x for x in schema.returns if _is_written(x)]
+    # `set_` takes over another tensor's storage, which shapes do not describe.
+    sets = function.overloadpacket is aten.set_
+    return False, written[0] if len(written) == len(returned) == len(
+        schema.returns
+    ) == 1 and not sets else None
 
 
-@cache
-def _effect(function: Any) -> tuple[bool, str]:
-    """Return whether an operation only makes new tensors; else the argument that it writes to and returns, if it is one."""
-    schema, written = function._schema, written_arguments(function)
-    makes = all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
-    # These change more than shapes describe: whose storage a tensor has, or how large it is.
-    moves = function.overloadpacket in (aten.set_, aten.resize_)
-    return makes, written[0] if len(written) == len(schema.returns) == 1 and not moves else ""
+def _is_written(value: Any) -> bool:
+    return value.alias_info is not None and value.alias_info.is_write
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
@@ -88,7 +106,5 @@ def _key(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple([_key(x) for x in value])
-    if isinstance(value, dict):
-        return tuple([(name, _key(x)) for name, x in value.items()])
     # With the type, because 1, 1.0 and True are equal but promote dtypes differently.
     return type(value), value

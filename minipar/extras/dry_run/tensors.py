@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,12 +19,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from minipar.extras.dry_run.record import Refused
-from minipar.extras.dry_run.shapes import META, KnownShapes, arguments, written_arguments
-from minipar.support.live_bytes import LiveBytes, tensors_in
+from minipar.extras.dry_run.shapes import META, KnownShapes
+from minipar.support.live_bytes import LiveBytes
 
 aten = torch.ops.aten
 # Factory operations. Their results go to the meta device if they are floating point; integers keep their values.
 MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn, aten.arange}
+
+
+def _tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts. (Torch's `tree_leaves` would take most of a dry run's time.)"""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(*value)
+        elif isinstance(value, dict):
+            found += _tensors_in(*value.values())
+    return found
 
 
 @cache
@@ -49,6 +62,9 @@ class DryTensors(LiveBytes):
         super().__init__()
         self.assumed: set[str] = set()
         self._shapes = shapes
+        # Storage that is alive -> its bytes, and a reference that tells when it is freed.
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # CPU storages whose contents are unknown, because they were computed from tensors without values.
         self._unknown: set[int] = set()
 
@@ -69,7 +85,7 @@ class DryTensors(LiveBytes):
         if _is_view(function):
             # It shares a storage that is counted already, and whose contents are known or not already.
             return function(*args, **kwargs)
-        tensors = tensors_in(args, kwargs)
+        tensors = _tensors_in(args, kwargs)
         if not tensors:
             result = self._make(function, args, kwargs)
         elif all(self.has_contents(x) for x in tensors):
@@ -84,7 +100,7 @@ class DryTensors(LiveBytes):
                 raise Refused(
                     f"{function} gives a result whose shape or value depends on numbers, and a dry run has none: {why}"
                 ) from error
-        self.count(tensors_in(result), [] if function is aten.lift_fresh.default else tensors)
+        self._count(result, [] if function is aten.lift_fresh.default else tensors)
         return result
 
     @classmethod
@@ -95,11 +111,16 @@ class DryTensors(LiveBytes):
     def _make(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(function, "overloadpacket", None) not in MAKES:
             return function(*args, **kwargs)
-        on_meta = {name: x for name, x in kwargs.items() if name != "generator"} | {"device": META}
-        made = function.overloadpacket(*args, **on_meta)
-        return (
-            made if made.is_floating_point() else function(*args, **{**kwargs, "device": torch.device("cpu")})
-        )
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if kwargs.get("dtype") is None and function.overloadpacket is aten.full:
+            dtype = torch.tensor(args[1]).dtype
+        if kwargs.get("dtype") is None and function.overloadpacket is aten.arange:
+            dtype = torch.tensor(args).dtype
+        if not dtype.is_floating_point:
+            return function(*args, **{**kwargs, "device": torch.device("cpu")})
+        if function.overloadpacket is aten.arange:
+            return function(*args, **{**kwargs, "device": META})
+        return torch.empty(args[0], dtype=dtype, device=META)
 
     def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Compute only the shapes of an operation's results, since at least one of its inputs has no values."""
@@ -119,10 +140,41 @@ class DryTensors(LiveBytes):
         def without_contents(*args: Any, **kwargs: Any) -> Any:
             new_args, new_kwargs = tree_map(on_meta, (args, kwargs))
             result = function(*new_args, **new_kwargs)
-            given = arguments(function, new_args, new_kwargs)
-            for x in tensors_in([given.get(name) for name in written_arguments(function)]):
-                if id(x) in standing_in:
-                    self.forget_contents(standing_in[id(x)])
+            for argument, given in zip(function._schema.arguments, new_args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._forget_all(given, standing_in)
+            for name, given in new_kwargs.items():
+                if name == "out" or name.startswith("out"):
+                    self._forget_all(given, standing_in)
             return tree_map(lambda x: standing_in.get(id(x), x), result)
 
         return self._shapes.run(function, without_contents, args, kwargs)
+
+    def _forget_all(self, written: Any, standing_in: dict[int, Tensor]) -> None:
+        for x in _tensors_in(written):
+            if id(x) in standing_in:
+                self.forget_contents(standing_in[id(x)])
+
+    def _count(self, result: Any, inputs: list[Tensor]) -> None:
+        for x in _tensors_in(result):
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in self._sizes and all(key != y.untyped_storage()._cdata for y in inputs):
+                self._on_allocate(storage)
+
+    def _on_allocate(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._sizes[key] = 0
+        self.resized(key, storage.nbytes())
+        self._references[key] = weakref.ref(storage, partial(self._freed, key))
+
+    def _freed(self, key: int, reference: object) -> None:
+        del self._references[key]
+        self.now -= self._sizes.pop(key)
+
+    def resized(self, key: int, num_bytes: int) -> None:
+        """Update the count of a storage that now has `num_bytes` bytes."""
+        if key in self._sizes:
+            self.now += num_bytes - self._sizes[key]
+            self._sizes[key] = num_bytes
+            self.peak = max(self.peak, self.now)

@@ -10,7 +10,8 @@ A rank's program is recorded as steps (`record.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,43 +19,58 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minipar.comm.transport.messages import Channel, ChannelId, Message
-from minipar.comm.transport.stream import OnWait, Operation
+from minipar.comm.transport.stream import OnWait, Operation, Stream
 from minipar.comm.transport.traffic import Traffic
 from minipar.comm.transport.transport import Transport
-from minipar.extras.dry_run.record import Make, Post, Program, Recorded, Refused, Start, Step, Wait
-from minipar.extras.dry_run.tensors import DryTensors
-from minipar.extras.dry_run.turns import Turns
+from minipar.extras.dry_run.record import (
+    Completed,
+    Finished,
+    Make,
+    Post,
+    Program,
+    Recorded,
+    Refused,
+    Start,
+    Step,
+)
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]
 
 
-class Contents(Turns):
-    """The messages that ranks have sent, which take turns: key -> the tensor, or None if it has no values.
+class Contents:
+    """The messages that the ranks have sent: key -> the tensor, or None if it has no values.
 
-    ranks       the ranks that are run; a message from any other one has no values
-    kinds       the `Kinds` of the ranks, if only some of each kind are run; else None
+    wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
     """
 
-    def __init__(self, ranks: Container[int], kinds: Any):
-        super().__init__()
-        self.ranks, self.kinds = ranks, kinds
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], None]):
+        self.wait_until = wait_until
         self.sent: dict[Key, Tensor | None] = {}
 
-    def take(self, message: Message, rank: int) -> Tensor | None:
-        """Return what `rank` receives by this message, once it has been sent."""
-        key = message.channel, message.lane, message.peer, rank, message.number
-        if message.peer in self.ranks:
-            self.wait_until(lambda: key in self.sent)
-        return self.sent.pop(key, None)
+    def take(self, key: Key) -> Tensor | None:
+        self.wait_until(lambda: key in self.sent)
+        return self.sent.pop(key)
 
 
 class RecordedTransport(Transport):
-    """The transport of one rank of a dry run. Its program grows as the rank runs."""
+    """The transport of one rank of a dry run. Its program grows as the rank runs.
 
-    def __init__(self, ranks: tuple[int, ...], program: Program, contents: Contents, tensors: DryTensors):
-        super().__init__(None, ranks, program.rank, torch.device("cpu"), timeout_s=60.0)
-        self.program, self.contents, self.tensors = program, contents, tensors
+    has_contents  returns whether a tensor has values
+    on_unknown    called with a tensor into which a message without values was received
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        contents: Contents,
+        has_contents: Callable[[Tensor], bool],
+        on_unknown: Callable[[Tensor], None],
+    ):
+        super().__init__(None, ranks, rank, torch.device("cpu"), timeout_s=60.0)
+        self.program = Program(rank)
+        self.contents, self.has_contents, self.on_unknown = contents, has_contents, on_unknown
         self.running: list[Recorded] = []
         self.recording = True
         self._thread = threading.get_ident()
@@ -62,9 +78,12 @@ class RecordedTransport(Transport):
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         key = ChannelId(name, ranks)
         if key not in self.channels:
-            self.channels[key] = RecordedChannel(key, ranks, 0, RecordedStream(self, key), self.device)
+            self.channels[key] = RecordedChannel(self, key)
             self.record(Make(key))
         return self.channels[key]
+
+    def make_stream(self, key: ChannelId) -> Stream:
+        return RecordedStream(self, key)
 
     def post(
         self, channel: Channel, kind: str, x: Tensor | None, to: int | None, out: Tensor | None, source: int | None,
@@ -74,17 +93,20 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            if send.peer in self.contents.ranks:
-                key = send.channel, send.lane, self.rank, send.peer, send.number
+            value = None
+            if self.has_contents(x):
                 # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
                 with _disable_current_modes():
-                    self.contents.sent[key] = x.detach().clone() if self.tensors.has_contents(x) else None
+                    value = x.detach().clone()
+            self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
-        posted = Post(send, receive) if send or receive else None
-        if posted:
-            self.record(posted)
-        return RecordedMessages(self, posted, out)
+        number = -1
+        if send or receive:
+            number = self.program.num_posts
+            self.program.num_posts += 1
+            self.record(Post(number, send, receive))
+        return RecordedMessages(self, number, receive, out)
 
     def process_group(self, key: ChannelId) -> Any:
         raise Refused(
@@ -101,26 +123,30 @@ class RecordedTransport(Transport):
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Wait until the sender has posted a message, and copy its contents into `out`."""
-        value = self.contents.take(message, self.rank)
+        key = message.channel, message.lane, message.peer, self.program.rank, message.number
+        value = self.contents.take(key)
         if value is None:
-            self.tensors.forget_contents(out)
+            self.on_unknown(out)
         elif value.nbytes == out.nbytes:
-            out.copy_(value.view(out.dtype).view(out.shape))
+            out.copy_(
+                value.view(out.shape) if value.dtype == out.dtype else value.view(out.dtype).view(out.shape)
+            )
 
 
 class RecordedMessages:
     """Posted messages of a dry run. It keeps no reference to the tensor that is sent."""
 
-    def __init__(self, transport: RecordedTransport, posted: Post | None, out: Tensor | None):
-        self._transport, self._posted, self._out = transport, posted, out
+    def __init__(self, transport: RecordedTransport, post: int, receive: Message | None, out: Tensor | None):
+        self._transport, self._post, self._receive, self._out = transport, post, receive, out
 
     def wait(self) -> Tensor | None:
-        posted, out = self._posted, self._out
-        self._posted = self._out = None
-        if posted:
-            self._transport.record(Wait(posted))
-            if posted.receive and out is not None and not out.is_meta:
-                self._transport.receive_contents(posted.receive, out)
+        out, self._out = self._out, None
+        if self._post >= 0:
+            self._transport.record(Completed(self._post))
+            self._post = -1
+        if self._receive is not None and out is not None and not out.is_meta:
+            self._transport.receive_contents(self._receive, out)
+        self._receive = None
         return out
 
 
@@ -129,9 +155,10 @@ class RecordedStream:
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
+        self._depth = 0  # number of this stream's operations that run
 
     def inside(self) -> bool:
-        return any(operation.channel is self._key for operation in self._transport.running)
+        return self._depth > 0
 
     def idle(self) -> bool:
         return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
@@ -144,11 +171,19 @@ class RecordedStream:
         number = len(program.operations)
         of.record(Start(number))
         program.operations.append(Recorded(self._key))
-        of.running.append(program.operations[-1])
+        with self._running(program.operations[-1]):
+            result = operation()
+        return RecordedHandle(of, number, result)
+
+    @contextmanager
+    def _running(self, operation: Recorded) -> Iterator[None]:
+        self._transport.running.append(operation)
+        self._depth += 1
         try:
-            return RecordedHandle(of, number, operation())
+            yield
         finally:
-            of.running.pop()
+            self._depth -= 1
+            self._transport.running.pop()
 
     def lane(self) -> str:
         return "main"
@@ -164,17 +199,33 @@ class RecordedHandle:
         return True
 
     def wait(self) -> Any:
-        self._transport.record(Wait(self._number))
+        self._transport.record(Finished(self._number))
         return self._result
 
 
 class RecordedChannel(Channel):
-    """A channel whose scratch memory for floats has no values."""
+    """A channel that records each collective that begins on it. Its scratch buffers for floats are on the meta device."""
+
+    def __init__(self, transport: RecordedTransport, key: ChannelId):
+        self._transport = transport
+        super().__init__(key, key.ranks, 0, transport.make_stream(key), transport.device)
+
+    @property
+    def num_collectives(self) -> int:
+        return self._num_collectives
+
+    @num_collectives.setter
+    def num_collectives(self, number: int) -> None:
+        self._num_collectives = number
+        if number:  # `signature` and `shape` are set before the number
+            operation = self._transport.running[-1]
+            operation.signature, operation.shape = self.signature, self.shape and tuple(self.shape)
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
-        if dtype.is_floating_point:
-            use = f"{use} of floats"
-            memory = self._memory.get(use)
-            if memory is None or memory.nbytes < num_elems * dtype.itemsize:
-                self._memory[use] = torch.empty(num_elems, dtype=dtype).view(torch.uint8)
-        return super().scratch(num_elems, dtype, use)
+        if not dtype.is_floating_point:
+            return super().scratch(num_elems, dtype, use)
+        use = f"{use} of floats"  # memory of its own, which that for integers does not replace
+        view = self._views.get(use)
+        if view is None or view.numel() < num_elems or view.dtype != dtype:
+            self._views[use] = torch.empty(num_elems, dtype=dtype, device="meta")
+        return self._views[use][:num_elems]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from threading import Semaphore, Thread
-
-Ready = Callable[[], bool]
+import threading
+from collections.abc import Callable, Sequence
 
 
 class Stuck(RuntimeError):
@@ -16,41 +14,55 @@ class Turns:
     """Run functions in threads, one at a time. A function gives up its turn by calling `wait_until`."""
 
     def __init__(self) -> None:
-        self._back = Semaphore(0)  # released when the turn is given back
-        self._waiting: list[tuple[Ready, Semaphore]] = []
+        self._back = threading.Semaphore(0)  # released when the turn is given back
+        self._go: dict[int, threading.Semaphore] = {}
+        self._waits: dict[int, Callable[[], bool] | None] = {}
         self._stuck = False
 
-    def wait_until(self, ready: Ready) -> None:
+    def wait_until(self, ready: Callable[[], bool]) -> None:
         """Let the other ranks run until `ready()` is true. Raises Stuck if none can run and it is still false."""
+        me = threading.get_ident()
         if ready():
             return
-        go = Semaphore(0)
-        self._waiting.append((ready, go))
+        self._waits[me] = ready
         self._back.release()
-        go.acquire()
+        self._go[me].acquire()
+        self._waits[me] = None
         if self._stuck:
             raise Stuck("no other rank goes on")
 
-    def run(self, functions: Iterable[Callable[[], None]]) -> None:
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
         """Run the functions in their order, each until it waits or returns; return when all have returned.
 
         A function must not raise. If all wait and none can go on, `wait_until` raises Stuck in each of them.
         """
-        for function in functions:
-            Thread(target=self._run, args=(function,), daemon=True).start()
+        threads = [
+            threading.Thread(target=self._run, args=(function,), daemon=True) for function in functions
+        ]
+        for thread in threads:  # starting a thread gives it its first turn
+            thread.start()
             self._back.acquire()
-        while self._waiting:
-            waiting, self._waiting = self._waiting, []
-            self._stuck = not any(ready() for ready, _ in waiting)
-            for ready, go in waiting:
-                if self._stuck or ready():
-                    go.release()
-                    self._back.acquire()
-                else:
-                    self._waiting.append((ready, go))
+        while waiting := [t for t in threads if t.is_alive() and t.ident in self._waits]:
+            ready = [t for t in waiting if self._is_ready(t)]
+            self._stuck = not ready
+            for thread in ready or waiting:
+                assert thread.ident is not None
+                self._go[thread.ident].release()
+                self._back.acquire()
+        for thread in threads:
+            thread.join()
+
+    def _is_ready(self, thread: threading.Thread) -> bool:
+        assert thread.ident is not None
+        ready = self._waits[thread.ident]
+        return ready is not None and ready()
 
     def _run(self, function: Callable[[], None]) -> None:
+        me = threading.get_ident()
+        self._go[me] = threading.Semaphore(0)
+        self._waits[me] = None
         try:
             function()
         finally:
+            del self._waits[me]
             self._back.release()

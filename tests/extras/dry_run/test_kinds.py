@@ -42,6 +42,8 @@ def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
     of = by_kind.by_kind
     assert len(of.kinds) == config.pp * config.cp <= config.world_size // 2
     assert of.messages == whole.num_messages
+    sent = [message.num_bytes for program in whole.programs for message in program.messages()]
+    assert of.sent_bytes == sum(sent)
     assert by_kind.ranks.keys() == whole.ranks.keys()
     for rank, found in by_kind.ranks.items():
         assert found.coordinates == whole.ranks[rank].coordinates

@@ -9,7 +9,7 @@ import torch
 from minipar.comm.transport.messages import ChannelId, Message
 from minipar.extras.dry_run import run_ranks
 from minipar.extras.dry_run.links import seconds_on_links
-from minipar.extras.dry_run.record import Post, Program, Wait
+from minipar.extras.dry_run.record import Completed, Post, Program
 
 ALPHA, BETA = 5e-6, 1 / 25e9
 
@@ -45,10 +45,10 @@ def test_messages_of_one_rank_share_its_link_and_those_of_two_do_not():
     one = ALPHA + 400 * BETA
     assert seconds(in_a_ring, 3) == pytest.approx(one)
     channel = ChannelId("world", (0, 1, 2))
-    sends = [Post(Message("send", to, channel, "p2p", 0, 400), None) for to in (1, 2)]
-    receive = Post(None, Message("receive", 0, channel, "p2p", 0, 400))
-    programs = [Program(0, [*sends, *map(Wait, sends)])]
-    programs += [Program(rank, [receive, Wait(receive)]) for rank in (1, 2)]
+    sends = [Post(i, Message("send", to, channel, "p2p", 0, 400), None) for i, to in enumerate((1, 2))]
+    receive = Post(0, None, Message("receive", 0, channel, "p2p", 0, 400))
+    programs = [Program(0, [*sends, Completed(0), Completed(1)])]
+    programs += [Program(rank, [receive, Completed(0)]) for rank in (1, 2)]
     assert seconds_on_links(programs, ALPHA, BETA) == pytest.approx(2 * one)
 
 

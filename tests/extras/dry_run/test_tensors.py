@@ -134,3 +134,16 @@ def test_a_gradient_moves_into_its_bucket_wherever_it_lies():
         return param.grad is bucket.views[param], before - memory.now
 
     assert run_ranks(1, collects).results == {0: (True, 64)}
+
+
+def test_scratch_memory_for_floats_outlives_that_for_integers():
+    def sends(world, memory):
+        held = []
+        for x in (torch.zeros(1000), torch.zeros(4, dtype=torch.int64)):
+            world.all_reduce(x, algorithm="ring")
+            del x
+            held.append(memory.now)
+        return held
+
+    for floats, both in run_ranks(2, sends).results.values():
+        assert both >= floats > 0
