@@ -13,6 +13,7 @@ from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
 from minipar.schedules.registry import chunks_per_rank, make_schedule
 from minipar.schedules.schedule import Action, needs
+from minipar.schedules.simulate import simulate
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.validate import validate
 from tests.pipeline.strategies import schedules
@@ -87,6 +88,12 @@ def test_looped_placements_wrap_and_v_placements_turn_at_the_end(p, v):
 def test_one_chunk_makes_interleaved_1f1b_and_breadth_first_gpipe(p, m):
     assert interleaved(p, m, 1).actions == one_f_one_b(p, m).actions
     assert breadth_first(p, m, 1).actions == gpipe(p, m).actions
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 3))
+def test_interleaved_takes_no_longer_than_its_next_whole_group(p, m, v):
+    whole = interleaved(p, -(-m // p) * p, v)
+    assert simulate(interleaved(p, m, v)).makespan <= simulate(whole).makespan
 
 
 @pytest.mark.parametrize("name", CHOICES)
