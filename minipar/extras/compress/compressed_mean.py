@@ -56,19 +56,19 @@ class CompressedMean:
             return dict(tensors)
         p, rank, group = self.comm.size, self.comm.rank, tuple(tensors)
         (wanted,) = self.worker.added_to([tensors])
-        chunks = _chunks(wanted, p)
-        n = len(chunks[0])
-        payloads = torch.stack([self.codec.encode(chunk) for chunk in chunks])
+        padded = _padded(wanted, p)
+        n = len(padded) // p
+        payloads = torch.stack([self.codec.encode(chunk) for chunk in padded.chunk(p)])
         if self.error_feedback:
-            self.worker.keep([tensors], [wanted - self._decoded(payloads, n)[: len(wanted)]])
+            for chunk, payload in zip(padded.chunk(p), payloads):
+                chunk -= self.codec.decode(payload, n)
+            self.worker.keep([tensors], [padded])
             self._take_loaded(group)
         received = self.comm.all_to_all(payloads)
         mean = torch.stack([self.codec.decode(payload, n) for payload in received]).mean(0)
         own = self.server.encode(group, mean, min(max(len(wanted) - rank * n, 0), n))
-        return unfused(self._decoded(self.comm.all_gather(own[None]), n), tensors)
-
-    def _decoded(self, payloads: Tensor, n: int) -> Tensor:
-        return torch.cat([self.codec.decode(payload, n) for payload in payloads])
+        gathered = self.comm.all_gather(own[None])
+        return unfused(torch.cat([self.codec.decode(payload, n) for payload in gathered]), tensors)
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
@@ -87,11 +87,10 @@ class CompressedMean:
         wanted = self.worker.added_to(parts)
         payloads = [self.codec.encode(x) if len(x) else x.to(torch.uint8) for x in wanted]
         if self.error_feedback:
-            left = [
-                x - self.codec.decode(payload, len(x)) if len(x) else x
-                for x, payload in zip(wanted, payloads)
-            ]
-            self.worker.keep(parts, left)
+            for x, payload in zip(wanted, payloads):
+                if len(x):
+                    x -= self.codec.decode(payload, len(x))
+            self.worker.keep(parts, wanted)
         sizes = [len(x) for x in payloads]
         received = self.comm.all_to_all(torch.cat(payloads), sizes, [sizes[self.comm.rank]] * p)
         if not own:
@@ -139,8 +138,9 @@ class CompressedMean:
         if any(key in self._of_mean for key in group):
             residuals = self.worker.residuals
             whole = [self._of_mean.pop(key, torch.zeros_like(residuals[key])) for key in group]
-            self.server.residuals[group] = _chunks(torch.cat(whole), self.comm.size)[self.comm.rank].clone()
+            chunks = _padded(torch.cat(whole), self.comm.size).chunk(self.comm.size)
+            self.server.residuals[group] = chunks[self.comm.rank].clone()
 
 
-def _chunks(flat: Tensor, p: int) -> tuple[Tensor, ...]:
-    return F.pad(flat, (0, -len(flat) % p)).chunk(p)
+def _padded(flat: Tensor, p: int) -> Tensor:
+    return F.pad(flat, (0, -len(flat) % p)) if len(flat) % p else flat

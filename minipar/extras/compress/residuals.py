@@ -24,7 +24,7 @@ class Residuals:
         self.residuals: dict[Any, Tensor] = {}
 
     def added_to(self, parts: Sequence[Tensors]) -> list[Tensor]:
-        """Return for each part what is to be sent: its pieces plus their residuals, fused.
+        """Return for each part what is to be sent: its pieces plus their residuals, fused, in memory of its own.
 
         Raises ArithmeticError if a piece has nan or inf.
         """
@@ -32,13 +32,13 @@ class Residuals:
         used: Counter[Any] = Counter()
         nothing = widened(next(x for part in parts for x in part.values()).flatten()[:0])
         for part in parts:
-            x, left = fused(part) if part else nothing, [nothing]
+            x = fused(part) if part else nothing
             require_finite(x, "a gradient")
-            for key, piece in part.items():
+            for key, piece in cut(x, part).items():
                 start, used[key] = used[key], used[key] + piece.numel()
-                known = self.residuals.get(key)
-                left.append(x.new_zeros(piece.numel()) if known is None else known[start : used[key]])
-            wanted.append(x + torch.cat(left) if self.residuals else x)
+                if key in self.residuals:
+                    piece += self.residuals[key][start : used[key]].view_as(piece)
+            wanted.append(x)
         return wanted
 
     def keep(self, parts: Sequence[Tensors], left: Sequence[Tensor]) -> None:
