@@ -15,6 +15,8 @@ from minipar.runtime.stacks import Frame, all_stacks, own_line, place
 # no timeout was given.
 _IDLE_IN = {StreamThread.run.__code__, concurrent.futures.thread._worker.__code__}
 _IDLE_WITHOUT_TIMEOUT = {"wait", "join", "_wait_for_tstate_lock"}
+# The first bar of tqdm in a process starts this thread, which redraws bars for ever, and sends nothing.
+_REDRAWS = "tqdm_monitor"
 
 
 def busy_threads(waiting: Collection[int]) -> list[str]:
@@ -27,7 +29,7 @@ def busy_threads(waiting: Collection[int]) -> list[str]:
     frames = sys._current_frames()
     # This function's own frame would make a cycle that keeps every thread's variables until the garbage collector runs.
     del frames[threading.get_ident()]
-    names = {t.ident: t.name for t in threading.enumerate() if t.ident is not None}
+    names = {t.ident: t.name for t in threading.enumerate() if t.ident is not None and t.name != _REDRAWS}
     busy = [i for i in names if i in frames and i not in without and not _idle(frames[i])]
     stacks = all_stacks() if busy else {}
     return [f"thread {names[i]!r} runs ({_place(stacks.get(i), frames[i])})" for i in busy]

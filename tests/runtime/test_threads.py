@@ -1,5 +1,6 @@
 """Which threads of a process may still act by themselves, told from where they are."""
 
+import io
 import queue
 import threading
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import minipar
 from minipar.comm.transport.stream import ThreadStream
@@ -70,6 +72,18 @@ def test_a_thread_that_may_go_on_by_itself_is_busy(busy):
     with running(busy) as thread:
         assert seen(thread, expected=True)
         assert not any("helper" in words for words in busy_threads({thread.ident}))
+
+
+def with_a_bar():
+    bar = tqdm(file=io.StringIO())
+    monitor = bar.monitor
+    bar.close()
+    return monitor
+
+
+def test_the_thread_that_redraws_bars_is_idle():
+    assert with_a_bar().is_alive()
+    assert not any("tqdm" in words for words in busy_threads(()))
 
 
 def test_idle_threads_of_a_pool_and_of_a_stream_are_not_busy():
