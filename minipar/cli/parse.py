@@ -16,7 +16,7 @@ Work = Callable[[], None]  # does a command's work, once its arguments are known
 
 
 class Parsed(NamedTuple):
-    """The input of tyro: a function whose arguments are the flags, the command-line arguments, and text below the help."""
+    """The input of tyro: a function whose parameters are the flags, the words of a command line, and text for the help."""
 
     function: Callable[..., Any]
     argv: Sequence[str]

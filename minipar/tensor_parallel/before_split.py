@@ -1,4 +1,4 @@
-"""What is refused before `tensor_parallel` changes anything: options, layers, and ranks that differ."""
+"""Refusals before `tensor_parallel` changes anything: of options, of layers, and of ranks that differ."""
 
 from __future__ import annotations
 
