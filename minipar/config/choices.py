@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minipar.config.rules import check_tensor_parallel
+from minipar.config.mesh_rules import check_tensor_parallel
 from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import require_divides
 from minipar.support.options import option

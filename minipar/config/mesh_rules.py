@@ -1,12 +1,21 @@
-"""The legal mesh sizes, and how ranks of unequal speed share work. Imports no torch."""
+"""The legal mesh sizes, alone and for a model, and how ranks of unequal speed share work. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
-from minipar.config.rules import EP_RANKS, View, check
-from minipar.support.errors import one_of, require_positive
+from minipar.config.context_limits import (
+    ATTENTIONS,
+    check_heads,
+    check_length,
+    length_multiple,
+    ulysses_ranks,
+)
+from minipar.config.model_config import ModelConfig
+from minipar.config.rules import EP_RANKS, GROUPS, TENSOR, View, check
+from minipar.support.errors import one_of, require_divides, require_positive
 
 
 def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
@@ -32,6 +41,43 @@ def _require_product(world_size: int, sizes: dict[str, int]) -> None:
         + (f"use {one_of(fits)}, or " if fits else "no single axis would mend it: change two, or ")
         + f"start {product} ranks"
     )
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
+    """Raise ValueError, naming the tp sizes that work, if a model of this config cannot be split over tp ranks."""
+    check(View(vars(config) | {"tp": tp, "pad_vocab": pad_vocab}), TENSOR)
+
+
+def check_context_parallel(
+    config: ModelConfig,
+    cp: int,
+    seq_len: int | None = None,
+    layout: str = "zigzag",
+    attention: str = "ring",
+    ulysses_size: int = 1,
+    tp: int = 1,
+    **options: Any,
+) -> None:
+    """Raise ValueError, saying what would work, if a model of this config cannot be split this way. Needs no ranks.
+
+    seq_len  tokens per sample; None: not known yet
+    """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention={attention!r} is unknown; use {one_of(ATTENTIONS)}")
+    if attention != "usp" and ulysses_size != 1:
+        raise ValueError(f"ulysses_size={ulysses_size} is for attention='usp', not {attention!r}")
+    require_divides("ulysses_size", ulysses_size, "cp", cp)
+    length_multiple(cp, layout)  # raises if there is no such layout
+    check_heads(config.num_heads // tp, ulysses_ranks(cp, attention, ulysses_size), options.get("pad", False))
+    if attention == "all_gather":
+        kv_heads = max(1, config.num_kv_heads // tp)
+        require_divides(
+            "heads_at_once", options.get("heads_at_once") or kv_heads, "key/value heads", kv_heads
+        )
+    if seq_len is not None:
+        check_length(seq_len, cp, layout, ulysses_size)
+    sample = {"cp": cp, "seq_len": seq_len, "cp_layout": layout, "cp_ulysses": ulysses_size}
+    check(View(vars(config) | sample), GROUPS)
 
 
 def shares_by_speed(total: int, speeds: Sequence[float]) -> list[int]:

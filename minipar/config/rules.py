@@ -23,16 +23,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from minipar.config.context_limits import (
-    ATTENTIONS,
-    check_heads,
-    check_length,
     length_multiple,
     local_ranges,
-    ulysses_ranks,
 )
-from minipar.config.model_config import ModelConfig
 from minipar.config.moe_config import require_whole_groups
-from minipar.support.errors import divisors, one_of, require_divides
+from minipar.support.errors import divisors, one_of
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -45,6 +40,11 @@ class View:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+
+def view_of(config: Any, **more: Any) -> View:
+    """Return a run's settings and its model's sizes, and what else a rule asks for."""
+    return View(vars(config.model) | vars(config) | more)
 
 
 Text = str | Callable[[Any], str]
@@ -132,13 +132,6 @@ def first(reasons: dict[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def refuse(of: str, reasons: dict[str, object]) -> None:
-    """Raise ValueError with the first reason that holds, after the words `of`."""
-    reason = first(reasons)
-    if reason:
-        raise ValueError(of + reason)
-
-
 # A model on a mesh -----------------------------------------------------------------------------------------------
 
 
@@ -169,11 +162,6 @@ TENSOR = (
     ),
     divides("tp", "vocab_size", when=lambda v: not v.pad_vocab, advice="; use {works}, or pad_vocab=True"),
 )
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
-    """Raise ValueError, naming the tp sizes that work, if a model of this config cannot be split over tp ranks."""
-    check(View(vars(config) | {"tp": tp, "pad_vocab": pad_vocab}), TENSOR)
 
 
 STAGES = (
@@ -291,38 +279,6 @@ GROUPS = (
     ),
     WHOLE_GROUPS,
 )
-
-
-def check_context_parallel(
-    config: ModelConfig,
-    cp: int,
-    seq_len: int | None = None,
-    layout: str = "zigzag",
-    attention: str = "ring",
-    ulysses_size: int = 1,
-    tp: int = 1,
-    **options: Any,
-) -> None:
-    """Raise ValueError, saying what would work, if a model of this config cannot be split this way. Needs no ranks.
-
-    seq_len  tokens per sample; None: not known yet
-    """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention={attention!r} is unknown; use {one_of(ATTENTIONS)}")
-    if attention != "usp" and ulysses_size != 1:
-        raise ValueError(f"ulysses_size={ulysses_size} is for attention='usp', not {attention!r}")
-    require_divides("ulysses_size", ulysses_size, "cp", cp)
-    length_multiple(cp, layout)  # raises if there is no such layout
-    check_heads(config.num_heads // tp, ulysses_ranks(cp, attention, ulysses_size), options.get("pad", False))
-    if attention == "all_gather":
-        kv_heads = max(1, config.num_kv_heads // tp)
-        require_divides(
-            "heads_at_once", options.get("heads_at_once") or kv_heads, "key/value heads", kv_heads
-        )
-    if seq_len is not None:
-        check_length(seq_len, cp, layout, ulysses_size)
-    sample = {"cp": cp, "seq_len": seq_len, "cp_layout": layout, "cp_ulysses": ulysses_size}
-    check(View(vars(config) | sample), GROUPS)
 
 
 # A run -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from minipar.config.choices import CHOSEN, TensorLayout
 from minipar.config.llama_config import sizes_from
 from minipar.config.mesh_rules import shares_by_speed
 from minipar.config.model_config import ModelConfig
-from minipar.config.rules import BATCH, DATA, RUN, View, blocks_per_unit, check
+from minipar.config.rules import BATCH, DATA, RUN, blocks_per_unit, check, view_of
 from minipar.schedules import Schedule
 from minipar.schedules.registry import make_schedule
 from minipar.support.environment import MAX_RANKS, under_torchrun
@@ -323,16 +323,15 @@ class TrainConfig:
 
     def _check_fit(self) -> None:
         """Raise ValueError, by the rules of a run, if its mesh, model, batch and settings do not fit each other."""
-        view = vars(self.model) | vars(self)
-        view |= {"fold_experts": False, "equal_microbatches": self.equal_microbatches}
-        check(View(view), DATA + BATCH)
+        also: dict[str, Any] = {"fold_experts": False, "equal_microbatches": self.equal_microbatches}
+        check(view_of(self, **also), DATA + BATCH)
         # Where a schedule is impossible, this raises ValueError.
         orders = [schedule_of(self, rank) for rank in range(self.dp)]
         layout = self.choice("tp_layout")
         layout.check(self)  # before the rules of a run, which divide by tp
         heads = layout.ranks_of_heads(self)
-        view |= {"order": orders[0], "num_stages": orders[0].num_stages, "ranks_of_heads": heads}
-        check(View(view), RUN)
+        also |= {"order": orders[0], "num_stages": orders[0].num_stages, "ranks_of_heads": heads}
+        check(view_of(self, **also), RUN)
         for name in CHOSEN:
             if name != "tp_layout":
                 self.choice(name).check(self)

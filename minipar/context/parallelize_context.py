@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.config.mesh_rules import check_context_parallel
 from minipar.config.model_config import ModelConfig
-from minipar.config.rules import check_context_parallel
 from minipar.context.all_gather import all_gather_attention
 from minipar.context.attention_ring import ring_attention
 from minipar.context.token_layout import local_positions

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.comm.agreement import require_equal
-from minipar.config.rules import check_tensor_parallel
+from minipar.config.mesh_rules import check_tensor_parallel
 from minipar.model.transformer import Transformer
 from minipar.support.errors import one_of
 from minipar.tensor_parallel.by_plan import Plan

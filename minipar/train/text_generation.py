@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.config.check_paths import CHECKPOINTS
+from minipar.config.mesh_rules import check_tensor_parallel
 from minipar.config.model_config import ModelConfig
-from minipar.config.rules import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
 from minipar.expert import expert_parallel
 from minipar.mesh import Mesh, Placement, placement_of, set_placement

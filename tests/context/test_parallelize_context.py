@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.context_limits import LAYOUTS
+from minipar.config.mesh_rules import check_context_parallel
 from minipar.config.model_config import ModelConfig
-from minipar.config.rules import check_context_parallel
 from minipar.context import context_parallel, local_batch, next_tokens
 from minipar.mesh import placement_of
 from minipar.model import IGNORE_INDEX, Transformer

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.config.mesh_rules import check_tensor_parallel
 from minipar.config.model_config import ModelConfig
-from minipar.config.rules import check_tensor_parallel
 from minipar.data_parallel import DDP
 from minipar.mesh import placement_of
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients

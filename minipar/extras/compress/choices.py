@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from minipar.config.choices import Averaging
-from minipar.config.rules import refuse
+from minipar.config.rules import Rule, check, view_of
 from minipar.support.errors import divisors, one_of, require_divides
 from minipar.support.options import option
 
@@ -107,43 +108,14 @@ class Method(Averaging):
             self.kept += ("tp",)
 
     def check(self, config: Any) -> None:
-        own, model, of = config.options["compress"], config.model, f"compress={config.compress}"
-        gradient = self.averages == "gradient"
-        zero, cut = (
-            f"zero={config.zero}",
-            gradient and config.zero > 1,
-        )  # the mean is scattered over the ranks
-        node_size, axis = getattr(own, "node_size", None), "cp" if config.cp > 1 else "ep"
-        layers = "tp" if config.tp > 1 else "ep"
-        _check_options(own, least=1 if self.averages == "momentum" else 0)
-        refuse("", {
-            f"{of} is a form of {self.replaces}, and optimizer={config.optimizer}; use {self.replaces}": (
-                self.replaces and config.optimizer != self.replaces
-            ),
-            f"{of} never encodes nan or inf: it stops there, and dtype={config.dtype}, on_nan={config.on_nan} would go "
-            "on; use bfloat16 or float32, and on_nan=stop": config.dtype == "float16" or config.on_nan == "skip",
-            f"{of} updates the weights themselves, and dtype={config.dtype} has masters; use float32": (
-                not gradient and config.mixed_precision
-            ),
-            f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or another "
-            "method": cut and config.compress == "powersgd",
-            f"compress.node_size={node_size} ends in an all-gather, and {zero} in a reduce-scatter; use none, or zero=1": (
-                cut and node_size is not None
-            ),
-            f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies of "
-            "a shard; use replicate=1": cut and config.replicate > 1,
-            f"{of} would round every microbatch; use reduce_every=step": cut and config.reduce_every == "microbatch",
-            f"{of} needs all of the optimizer's state on every rank, which {zero} cuts; use zero=0": (
-                not gradient and config.zero
-            ),
-            f"{of} averages each stage by itself: with pp={config.pp} the two copies of the tied embedding would drift "
-            "apart; use pp=1, or untie the embeddings": not gradient and model.tie_embeddings and config.pp > 1,
-            f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; use "
-            f"{axis}=1": self.steps_locally and getattr(config, axis) > 1,
-            f"{of} needs the norms of whole layers, which {layers}={getattr(config, layers)} cuts; use {layers}=1": (
-                config.compress == "onebit-lamb" and getattr(config, layers) > 1
-            ),
-        })  # fmt: skip
+        own, of = config.options["compress"], f"compress={config.compress}"
+        node_size = getattr(own, "node_size", None)
+        check(
+            view_of(config, method=self, least=1 if self.averages == "momentum" else 0, **vars(own)), OPTIONS
+        )
+        check(
+            view_of(config, method=self, node_size=node_size, mixed_precision=config.mixed_precision), METHOD
+        )
         if node_size is not None:
             ranks = _ranks_of_a_parameter(config) // config.ep
             require_divides("compress.node_size", node_size, "the ranks of a parameter (dp*cp/ep)", ranks)
@@ -188,29 +160,133 @@ class Method(Averaging):
 LOAD = 0.818
 
 
-def _check_options(own: Any, least: int) -> None:
-    """Raise ValueError if an option is out of range; the warm-up must have at least `least` steps."""
-    for name, lowest in (("warmup", least), ("rank", 1), ("every", 1)):
-        if getattr(own, name, lowest) < lowest:
-            raise ValueError(f"compress.{name}={getattr(own, name)} is out of range; use {lowest} or more")
-    if isinstance(own, TopKOptions) and not 0 < own.fraction <= 1:
-        raise ValueError(
-            f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
-        )
-    if isinstance(own, TagcOptions):
-        refuse("compress.", {
-            f"sketch={own.sketch} is no number of floats for each gradient; use 0 to 1, such as 0.5": (
-                not 0 <= own.sketch <= 1
-            ),
-            "threshold keeps another number of gradients on each rank, but values and indices go in messages of one size; "
-            "use no-threshold, or add compress.sketch, such as 0.5": own.threshold and not own.sketch,
-            f"fraction={own.fraction} of the gradients cannot be recovered from compress.sketch={own.sketch}, not even of "
-            f"one rank's: at most {LOAD * own.sketch:.3g} can; use a lower fraction, or a larger sketch": (
-                own.sketch and own.fraction > LOAD * own.sketch
-            ),
-            f"node_size={own.node_size} sends codes between nodes, and compress.sketch adds up sketches of all ranks; use "
-            "none, or sketch=0": own.sketch and own.node_size is not None,
-        })  # fmt: skip
+def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:
+    return Rule(
+        lambda v: getattr(v, name, lowest(v)) < lowest(v),
+        lambda v: f"compress.{name}={getattr(v, name)} is out of range",
+        lambda v: f"; use {lowest(v)} or more",
+    )
+
+
+def _sketches(v: Any) -> bool:
+    return bool(getattr(v, "sketch", 0))
+
+
+# What the options of a method must meet.
+OPTIONS = (
+    _at_least("warmup", lambda v: v.least),
+    _at_least("rank", lambda v: 1),
+    _at_least("every", lambda v: 1),
+    Rule(
+        lambda v: not 0 < getattr(v, "fraction", 1) <= 1,
+        "compress.fraction={fraction}: k would be 0, or above n",
+        "; use above 0, at most 1",
+    ),
+    Rule(
+        lambda v: not 0 <= getattr(v, "sketch", 0) <= 1,
+        "compress.sketch={sketch} is no number of floats for each gradient",
+        "; use 0 to 1, such as 0.5",
+    ),
+    Rule(
+        lambda v: getattr(v, "threshold", False) and not v.sketch,
+        "compress.threshold keeps another number of gradients on each rank, but values and indices go in messages of "
+        "one size",
+        "; use no-threshold, or add compress.sketch, such as 0.5",
+    ),
+    Rule(
+        lambda v: _sketches(v) and v.fraction > LOAD * v.sketch,
+        lambda v: (
+            f"compress.fraction={v.fraction} of the gradients cannot be recovered from compress.sketch={v.sketch}, not "
+            f"even of one rank's: at most {LOAD * v.sketch:.3g} can"
+        ),
+        "; use a lower fraction, or a larger sketch",
+    ),
+    Rule(
+        lambda v: _sketches(v) and v.node_size is not None,
+        "compress.node_size={node_size} sends codes between nodes, and compress.sketch adds up sketches of all ranks",
+        "; use none, or sketch=0",
+    ),
+)
+
+
+def _of_gradients(v: Any) -> bool:
+    return bool(v.method.averages == "gradient")
+
+
+def _scattered(v: Any) -> bool:
+    """Return whether the mean of compressed gradients is scattered over the ranks."""
+    return _of_gradients(v) and v.zero > 1
+
+
+def _alone(axis: str, needed: Callable[[Any], object], words: str) -> Rule:
+    """Return the rule that an axis has one rank where that is needed."""
+    return Rule(lambda v: needed(v) and getattr(v, axis) > 1, words, f"; use {axis}=1")
+
+
+def _one_for_a_sample(axis: str) -> Rule:
+    words = f"compress={{compress}}: {axis}={{{axis}}} ranks compute one sample together, and their weights would differ"
+    return _alone(axis, lambda v: v.method.steps_locally, words)
+
+
+def _one_for_a_layer(axis: str) -> Rule:
+    words = f"compress={{compress}} needs the norms of whole layers, which {axis}={{{axis}}} cuts"
+    return _alone(axis, lambda v: v.compress == "onebit-lamb", words)
+
+
+# What a run must meet to use a method.
+METHOD = (
+    Rule(
+        lambda v: v.method.replaces and v.optimizer != v.method.replaces,
+        lambda v: f"compress={v.compress} is a form of {v.method.replaces}, and optimizer={v.optimizer}",
+        lambda v: f"; use {v.method.replaces}",
+    ),
+    Rule(
+        lambda v: v.dtype == "float16" or v.on_nan == "skip",
+        "compress={compress} never encodes nan or inf: it stops there, and dtype={dtype}, on_nan={on_nan} would go on",
+        "; use bfloat16 or float32, and on_nan=stop",
+    ),
+    Rule(
+        lambda v: not _of_gradients(v) and v.mixed_precision,
+        "compress={compress} updates the weights themselves, and dtype={dtype} has masters",
+        "; use float32",
+    ),
+    Rule(
+        lambda v: _scattered(v) and v.compress == "powersgd",
+        "compress={compress} needs whole matrices of gradients, of which zero={zero} leaves a rank a piece",
+        "; use zero=0 or 1, or another method",
+    ),
+    Rule(
+        lambda v: _scattered(v) and v.node_size is not None,
+        "compress.node_size={node_size} ends in an all-gather, and zero={zero} in a reduce-scatter",
+        "; use none, or zero=1",
+    ),
+    Rule(
+        lambda v: _scattered(v) and v.replicate > 1,
+        "compress={compress} replaces the reduce-scatter, and replicate={replicate} adds an all-reduce between the copies "
+        "of a shard",
+        "; use replicate=1",
+    ),
+    Rule(
+        lambda v: _scattered(v) and v.reduce_every == "microbatch",
+        "compress={compress} would round every microbatch",
+        "; use reduce_every=step",
+    ),
+    Rule(
+        lambda v: not _of_gradients(v) and v.zero,
+        "compress={compress} needs all of the optimizer's state on every rank, which zero={zero} cuts",
+        "; use zero=0",
+    ),
+    Rule(
+        lambda v: not _of_gradients(v) and v.tie_embeddings and v.pp > 1,
+        "compress={compress} averages each stage by itself: with pp={pp} the two copies of the tied embedding would drift "
+        "apart",
+        "; use pp=1, or untie the embeddings",
+    ),
+    _one_for_a_sample("cp"),
+    _one_for_a_sample("ep"),
+    _one_for_a_layer("tp"),
+    _one_for_a_layer("ep"),
+)
 
 
 def _ranks_of_a_parameter(config: Any) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minipar.config.choices import Dispatch, NodeOptions, OneDim
-from minipar.config.rules import first, refuse
+from minipar.config.rules import Rule, broken, check, view_of
 from minipar.support.options import option
 
 
@@ -83,6 +83,34 @@ class Shadow(Dispatch):
         return [{"rows": 0.0}] if config.ep > 1 else []
 
 
+# What a run must meet to move experts.
+MOVED_EXPERTS = (
+    Rule(
+        lambda v: v.ep == 1,
+        "dispatch=balance moves whole experts with their state, and ep={ep} leaves no other rank for an expert",
+        "; use ep=2 or more",
+    ),
+    Rule(
+        lambda v: v.zero > 0 and v.dp * v.cp > v.ep,
+        lambda v: (
+            f"dispatch=balance moves whole experts with their state, and zero={v.zero} divides each expert's state over "
+            f"its {v.dp * v.cp // v.ep} replicas"
+        ),
+        lambda v: f"; use zero=0, or ep={v.dp * v.cp}, which has no replicas",
+    ),
+    Rule(
+        lambda v: v.compress != "none",
+        "dispatch=balance moves whole experts with their state, and compress={compress} keeps state of its own for each",
+        "; use compress=none",
+    ),
+    Rule(
+        lambda v: v.offload != "none",
+        "dispatch=balance moves whole experts with their state, and offload={offload} keeps states elsewhere",
+        "; use offload=none",
+    ),
+)
+
+
 class Balance(Dispatch):
     """The dispatch that moves experts, with weights and optimizer states, to ranks with less load."""
 
@@ -94,21 +122,7 @@ class Balance(Dispatch):
 
     def check(self, config: Any) -> None:
         super().check(config)
-        if reason := self._why_not(config):
-            raise ValueError(f"dispatch=balance moves whole experts with their state, and {reason}")
-
-    def _why_not(self, config: Any) -> str | None:
-        sharers = config.dp * config.cp
-        replicas = sharers // config.ep
-        return first({
-            f"ep={config.ep} leaves no other rank for an expert; use ep=2 or more": config.ep == 1,
-            f"zero={config.zero} divides each expert's state over its {replicas} replicas; use zero=0, or ep={sharers}, "
-            "which has no replicas": config.zero > 0 and replicas > 1,
-            f"compress={config.compress} keeps state of its own for each expert; use compress=none": (
-                config.compress != "none"
-            ),
-            f"offload={config.offload} keeps states elsewhere; use offload=none": config.offload != "none",
-        })  # fmt: skip
+        check(view_of(config), MOVED_EXPERTS)
 
     def end_step(self, config: Any, state: Any, step: int) -> None:
         from minipar.extras.experts.moved_experts import balance_experts
@@ -116,7 +130,32 @@ class Balance(Dispatch):
         balance_experts(config, state, step)
 
     def variants(self, config: Any) -> list[dict[str, Any]]:
-        return [] if self._why_not(config) else [{"every": 1}]
+        return [] if broken(view_of(config), MOVED_EXPERTS) else [{"every": 1}]
+
+
+# What a run must meet to send slices of the rows for experts.
+SLICED_ROWS = (
+    Rule(
+        lambda v: not v.num_experts,
+        "tp_layout={tp_layout} slices rows for experts, and num_experts={num_experts}: the model sends none",
+        "; use tp_layout=1d",
+    ),
+    Rule(
+        lambda v: 1 in (v.ep, v.tp),
+        "tp_layout={tp_layout} slices rows for experts, and ep={ep}, tp={tp}: they go over ep, sliced over tp",
+        "; use 2 or more of both",
+    ),
+    Rule(
+        lambda v: v.shared_dim > 0,
+        "tp_layout={tp_layout} slices rows for experts, and shared_dim={shared_dim}: a shared expert needs whole tokens",
+        "; use 0",
+    ),
+    Rule(
+        lambda v: v.dispatch not in ("all-to-all", "chunks", "balance"),
+        "tp_layout={tp_layout} slices rows for experts, and dispatch={dispatch} sends other things, too",
+        "; use all-to-all, chunks or balance",
+    ),
+)
 
 
 class SlicedRows(OneDim):
@@ -126,17 +165,7 @@ class SlicedRows(OneDim):
 
     def check(self, config: Any) -> None:
         super().check(config)
-        model = config.model
-        refuse(f"tp_layout={config.tp_layout} slices rows for experts, and ", {
-            f"num_experts={model.num_experts}: the model sends none; use tp_layout=1d": not model.num_experts,
-            f"ep={config.ep}, tp={config.tp}: they go over ep, sliced over tp; use 2 or more of both": (
-                1 in (config.ep, config.tp)
-            ),
-            f"shared_dim={model.shared_dim}: a shared expert needs whole tokens; use 0": model.shared_dim > 0,
-            f"dispatch={config.dispatch} sends other things, too; use all-to-all, chunks or balance": (
-                config.dispatch not in ("all-to-all", "chunks", "balance")
-            ),
-        })  # fmt: skip
+        check(view_of(config), SLICED_ROWS)
 
 
 CHUNKS_CHOICE = InChunks(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from minipar.config.context_limits import local_ranges
-from minipar.config.rules import refuse
+from minipar.config.rules import Rule, check, view_of
 from minipar.support.errors import divisors, one_of
 from minipar.support.options import option
 from minipar.support.registry import Choice
@@ -37,6 +37,56 @@ class MXFP8Options(MXOptions):
     gradients: Literal["e4m3", "e5m2"] = option("e4m3", GRADIENTS)
 
 
+# What a run must meet to multiply in a format.
+FORMAT = (
+    Rule(
+        lambda v: v.num_experts > 0,
+        "products={products}: num_experts={num_experts}: experts multiply in one grouped product",
+        "; use 0",
+    ),
+    Rule(
+        lambda v: v.kv_latent_dim and v.tp > 1,
+        "products={products}: kv_latent_dim={kv_latent_dim} with tp={tp}: latents are not cut by tp",
+        "; use tp=1",
+    ),
+    Rule(
+        lambda v: v.tp_layout != "1d",
+        "products={products}: tp_layout={tp_layout} multiplies blocks of matrices",
+        "; use tp_layout=1d",
+    ),
+    Rule(
+        lambda v: v.tp_chunked,
+        "products={products}: tp_chunked multiplies a part of the tokens at a time",
+        "; leave it out",
+    ),
+    Rule(
+        lambda v: v.compile != "none",
+        "products={products}: compile={compile} would take rounding into the graph of a block",
+        "; use compile=none",
+    ),
+    Rule(
+        lambda v: v.tp > v.num_kv_heads,
+        "products={products}: tp={tp} ranks share num_kv_heads={num_kv_heads}, and each has a term of their gradient, "
+        "which is rounded as a sum",
+        lambda v: f"; use tp={one_of(divisors(v.num_kv_heads))}",
+    ),
+    Rule(
+        lambda v: v.format.scales_tensors and (v.microbatches > 1 or v.num_slices > 1),
+        lambda v: (
+            f"products={v.products} scales a tensor by its largest number, which a part of the batch does not know, and "
+            + (f"microbatches={v.microbatches}" if v.microbatches > 1 else f"schedule={v.schedule}")
+        ),
+        "; use microbatches=1 and a schedule without slices, or mxfp8 or mxfp4",
+    ),
+    Rule(
+        lambda v: v.format.scales_tensors and v.steps_locally,
+        "products={products} scales a tensor by the largest number of all replicas, and those of compress={compress} "
+        "differ",
+        "; use mxfp8 or mxfp4",
+    ),
+)
+
+
 class FewBits(Choice):
     """An (emulated) format of the operands of matrix products.
 
@@ -52,29 +102,10 @@ class FewBits(Choice):
         self.block, self.scales_tensors = block, scales_tensors
 
     def check(self, config: Any) -> None:
-        of, model = f"products={config.products}", config.model
+        of = f"products={config.products}"
         slices = config.choice("schedule").arguments(config).get("sizes") or ()
-        many = config.microbatches > 1
-        parts = f"microbatches={config.microbatches}" if many else f"schedule={config.schedule}"
-        refuse(of, {
-            f": num_experts={model.num_experts}: experts multiply in one grouped product; use 0": model.num_experts > 0,
-            f": kv_latent_dim={model.kv_latent_dim} with tp={config.tp}: latents are not cut by tp; use tp=1": (
-                model.kv_latent_dim and config.tp > 1
-            ),
-            f": tp_layout={config.tp_layout} multiplies blocks of matrices; use tp_layout=1d": config.tp_layout != "1d",
-            ": tp_chunked multiplies a part of the tokens at a time; leave it out": config.tp_chunked,
-            f": compile={config.compile} would take rounding into the graph of a block; use compile=none": (
-                config.compile != "none"
-            ),
-            f": tp={config.tp} ranks share num_kv_heads={model.num_kv_heads}, and each has a term of their gradient, which "
-            f"is rounded as a sum; use tp={one_of(divisors(model.num_kv_heads))}": config.tp > model.num_kv_heads,
-            f" scales a tensor by its largest number, which a part of the batch does not know, and {parts}; use "
-            "microbatches=1 and a schedule without slices, or mxfp8 or mxfp4": (
-                self.scales_tensors and (many or len(slices) > 1)
-            ),
-            f" scales a tensor by the largest number of all replicas, and those of compress={config.compress} differ; use "
-            "mxfp8 or mxfp4": self.scales_tensors and config.choice("compress").steps_locally,
-        })  # fmt: skip
+        local = config.choice("compress").steps_locally
+        check(view_of(config, format=self, num_slices=len(slices), steps_locally=local), FORMAT)
         self._check_features(config, of)
         self._check_tokens(config, of, slices)
 

@@ -29,7 +29,7 @@ class SliceOptions:
     )
 
 
-class SlicedSchedule(ScheduleChoice):
+class Sliced(ScheduleChoice):
     """A schedule that cuts samples into slices."""
 
     def arguments(self, config: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class OffloadOptions:
     )
 
 
-class OffloadedSchedule(ScheduleChoice):
+class Offloaded(ScheduleChoice):
     """A schedule that offloads activations beyond a limit; the planner prices the schedule without the limit."""
 
     unpriced = "limit"
@@ -80,7 +80,7 @@ class OffloadedSchedule(ScheduleChoice):
         return [{"limit": 1}]
 
 
-SEQ1F1B = SlicedSchedule(
+SEQ1F1B = Sliced(
     seq1f1b,
     takes=("slices", "sizes"),
     options=SliceOptions,
@@ -91,7 +91,7 @@ SEQ1F1B = SlicedSchedule(
 V_MIN = ScheduleChoice(v_min, 2, v_shaped=True, help="a V with a third of 1f1b's memory")
 CHIMERA = ScheduleChoice(chimera, help="1f1b from both ends, on two copies of the model")
 DUALPIPE = ScheduleChoice(dualpipe, help="dualpipe-v unfolded, on two copies of the model")
-OFFLOADED = OffloadedSchedule(
+OFFLOADED = Offloaded(
     offloaded,
     takes=("of", "limit"),
     options=OffloadOptions,
