@@ -26,7 +26,7 @@ def generate_command(
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
         prompt: the text to continue.
-        tokens: number of tokens to generate: bytes, unless the run has a tokenizer.
+        tokens: number of tokens to generate; bytes if the run was trained on bytes.
         temperature: 0 takes the most likely token each time; above 0, tokens are sampled.
         seed: random seed of the sampling.
         tp: tensor-parallel ranks.

@@ -43,9 +43,12 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
 
 CORE = {"pairwise", *CHOICES.own}  # names of minipar's own algorithms
 
-# Sizes of the whole vector. The last two were measured with `minipar bench collectives`, for gloo on loopback.
+# Sizes of the whole vector. All but the first were measured with `minipar bench collectives`, for gloo on loopback.
 SHORT_BYTES_PER_RANK = 16  # vectors of a few numbers; buckets are padded to more than this, so none is short
 LONG_BYTES = 1 << 20  # from this size on, the steps of a ring cost less than the copies of halving
+DOUBLING_BYTES = (
+    8 << 20
+)  # on 2 ranks, from this size on, the second half's step costs less than adding whole vectors
 TREE_BYTES = 32 << 20  # from this size on, ring steps cost less than sending the whole vector log p times
 
 
@@ -72,14 +75,14 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
     short = num_bytes < SHORT_BYTES_PER_RANK * comm_size
     if two_levels and not short and "hierarchical" in ALGORITHMS[collective]:
         return "hierarchical"
-    # One decision for both, since all_reduce and reduce_scatter must add in the same order, to be bitwise equal.
-    halving = short or (power_of_two and num_bytes < LONG_BYTES)
+    # All-reduce and reduce-scatter add in the same order, to be bitwise equal; on 2 ranks every order gives the same bits.
+    halving = "halving_doubling" if short or (power_of_two and num_bytes < LONG_BYTES) else "ring"
+    if collective == "all_reduce" and comm_size == 2:
+        return "doubling" if num_bytes < DOUBLING_BYTES else "halving_doubling"
     if collective == "all_reduce":
-        if short or (comm_size == 2 and num_bytes < 8 * LONG_BYTES):
-            return "doubling"
-        return "halving_doubling" if halving or comm_size == 2 else "ring"
+        return "doubling" if short else halving
     if collective == "reduce_scatter":
-        return "halving_doubling" if halving and comm_size > 2 else "ring"
+        return halving if comm_size > 2 else "ring"
     if collective == "all_gather":
         return "halving_doubling" if power_of_two else "ring"
     if collective in ("reduce", "broadcast"):

@@ -69,7 +69,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's chunk of the sum over ranks of x: x [N, ...] -> [sizes[r], ...], cut along dim 0.
 
-    Inside a node, local rank i gets the node's sums of the chunks that belong to local rank i of any node. Across nodes,
+    Inside a node, local rank i gets the node's sums of the chunks for local rank i of each node. Across nodes,
     these sums are reduce-scattered, and each rank gets its own chunk. `out`, if given, receives the result; it may be this
     rank's chunk of x. node_size is as in `all_reduce`.
     """

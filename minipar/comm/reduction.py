@@ -15,7 +15,7 @@ SEGMENT_BYTES = 4 << 20
 
 
 class Reduction(NamedTuple):
-    """A reduction: combine(a, b, out=...) reduces two tensors, and `divide` divides the result by the number of ranks."""
+    """A reduction: combine(a, b, out=...) reduces two tensors; if `divide`, the sum is divided by the number of ranks."""
 
     combine: Callable[..., torch.Tensor]
     torch_name: str  # the reduction's name in torch.distributed

@@ -1,4 +1,4 @@
-"""Ring attention: blocks of keys and values are sent around a ring while each rank attends to the block that it holds.
+"""The function `ring_attention`: keys and values go around a ring, while each rank attends to the block that it holds.
 
 Adds to `simple/ring_attention.py`: communication overlapped with compute, kernels and tiles, zigzag and striped layouts,
 documents.
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     kernel: AttentionKernel
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention of this rank's queries over all ranks' keys: see `ring_attention`, for any mask.
+        """Return attention of this rank's queries over all ranks' keys, for any mask; see `ring_attention`.
 
         q, out  [B, H, T, head_dim]      k, v  [B, H/g, S, head_dim]    S is the same on every rank, T need not be
         """

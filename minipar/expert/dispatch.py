@@ -1,6 +1,6 @@
 """Dispatch of rows to the ranks of their experts by all-to-all, and the way back: combine.
 
-Adds to `simple/moe.py`: overlap with a shared expert, and a two-level all-to-all. `minipar.extras.experts` has other ways.
+Adds to `simple/dispatch.py`: overlap with a shared expert; all-to-all in two levels. More ways: `minipar.extras.experts`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Metrics:
 def metrics_of(
     events: Sequence[Event], first_token_target_s: float = math.inf, per_token_target_s: float = math.inf
 ) -> Metrics:
-    """Compute the metrics of a log. A request meets its targets if neither of its two times exceeds its target."""
+    """Compute the metrics of a log. A request counts for goodput if both of its times are within the targets."""
     times = [times for times in request_times(events).values() if not math.isnan(times.last_token_s)]
     begin = min((t.arrival_s for t in times), default=0.0)
     seconds = max((t.last_token_s for t in times), default=0.0) - begin

@@ -14,7 +14,8 @@ from typing import Any
 from minipar.inference.request import Request
 from minipar.support.errors import one_of
 
-FIELDS = [field.name for field in dataclasses.fields(Request)]
+FIELDS = {field.name: field for field in dataclasses.fields(Request)}
+REQUIRED = [name for name, field in FIELDS.items() if field.default is dataclasses.MISSING]
 
 
 def read_requests(path: Path, encode: Callable[[str], list[int]]) -> list[Request | str]:
@@ -39,17 +40,17 @@ def _request(number: int, line: bytes, encode: Callable[[str], list[int]]) -> Re
             )
         if unknown := [name for name in values if name not in FIELDS]:
             raise ValueError(
-                f"{unknown[0]!r} is no field of a request; use {one_of(FIELDS, near=unknown[0])}"
+                f"{unknown[0]!r} is no field of a request; use {one_of(list(FIELDS), near=unknown[0])}"
             )
-        if lacking := [name for name in FIELDS[:2] if name not in values]:
+        if lacking := [name for name in REQUIRED if name not in values]:
             raise ValueError(f"{lacking[0]} is missing")
         if isinstance(values["prompt"], str):
             values["prompt"] = encode(values["prompt"])
         return Request(**values)
     except json.JSONDecodeError as error:
-        return f"line {number}: no JSON: {error.msg} at column {error.colno}"
+        return f"line {number}: not JSON: {error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:
-        return f"line {number}: no UTF-8: {error.reason} at byte {error.start}"
+        return f"line {number}: not UTF-8: {error.reason} at byte {error.start}"
     except RecursionError:
         return f"line {number}: its values are nested too deeply"
     except ValueError as error:
@@ -72,9 +73,8 @@ class ResultsFile:
     def append(self, line: str) -> None:
         data = line.encode()
         try:
-            if (written := self._file.write(data)) < len(
-                data
-            ):  # if the disk is full, the next write reports it
+            written = self._file.write(data)
+            if written < len(data):  # the disk is full: the next write raises
                 self._file.write(data[written:])
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -163,7 +163,7 @@ class SplitCore:
         return parts
 
     def _own_keys(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a request that this rank stores, [1, h_kv, S_r, head_dim]."""
+        """Return this rank's keys and values of request i, [1, h_kv, S_r, head_dim] each."""
         num_tokens = self._run(self.cp.rank, 0, self.of_pass.requests[i].end).length
         return self.memory.read(self.of_pass.tables[i], num_tokens)
 

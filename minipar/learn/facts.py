@@ -125,7 +125,7 @@ class Fact(NamedTuple):
 
 
 def written(value: float, form: str) -> str:
-    """Write a number in a format of Python's or, with "~3", as a whole number rounded to three digits."""
+    """Format a number by a Python format spec; "~3" gives a whole number of three significant digits."""
     if form.startswith("~"):
         return format(float(format(value, f".{form[1:]}g")), ",.0f")
     return format(value, form)

@@ -27,8 +27,8 @@ class Block(nn.Module):
 
     x, y        [B, T, D]
     positions   [T] or [B, T]  for rotary embeddings and attention's mask: each token's position in its document
-    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None: the same
-                as `positions`, if each sample is one document
+    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None:
+                `positions`, the same if each sample is one document
     sample_ids  [B]            each row's number in the step's batch; also keys dropout and the router's noise
 
     h = x + dropout(attention(norm(x)))
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     y = x + dropout(attention(norm(x)) + mlp(norm(x)))
 
-    Tensor parallelism then sums over ranks once in the forward and once in the backward, not twice in each.
+    With a SwiGLU, tensor parallelism then sums once in the forward and once in the backward, not twice.
     Source of the parallel block: PaLM, arXiv:2204.02311, section 2, after GPT-J.
 
     `layer` is the block's number in the whole model; with `seed` it keys the dropout masks.

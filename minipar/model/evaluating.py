@@ -12,7 +12,7 @@ from torch import nn
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Put modules in evaluation mode; at the end, restore the mode of each submodule.
 
-    `module.train()` would not do: it also wakes submodules that were in evaluation mode before, such as a frozen BatchNorm.
+    `module.train()` would not restore it: submodules that were in evaluation mode, such as a frozen BatchNorm, would train.
     Nor would `eval()`, which a module may override to do more, such as to merge its weights.
     """
     before = [(submodule, submodule.training) for module in modules for submodule in module.modules()]

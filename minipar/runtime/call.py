@@ -171,9 +171,9 @@ class Call:
         raise RankError(rank, traceback, self._others(rank), loadable(self._answers))
 
     def _name_who_is_late(self, rank: int, failure: Failure) -> None:
-        """Raise RankError for the rank that `rank`, which timed out, waits for, if that rank is running.
+        """Follow the waits of `rank`, which timed out, to their end; raise RankError for the rank there if it runs.
 
-        If that rank waits for another rank, follow the waits to the rank at the end.
+        If the waits of `rank` are unknown, take the lowest running rank.
         """
         self._ask(2 * GRACE_S)
         stack = {r: status.stack for r, status in self._statuses.items()}

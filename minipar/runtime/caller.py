@@ -1,4 +1,4 @@
-"""State that a rank takes over from its caller: import path, folder, environment, argv, latest source of its modules."""
+"""What a rank takes over from its caller: import path, folder, environment, argv, the latest source of its modules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CallerModules:
         self._known = set(sys.modules)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """If one of these modules was edited or may be another file, remove all: they may import names from each other."""
+        """Remove all these modules if one was edited or may now come from another file: they may import each other."""
         place = (caller.path, caller.directory)
         edited = any(_stamp(file) != stamp for file, stamp in self._own.values())
         if edited or place != self._place:

@@ -64,7 +64,7 @@ def all_stacks() -> dict[int, list[Frame]]:
 
 @cache
 def _dump_file() -> IO[bytes]:
-    """The file into which faulthandler writes. It stays open: a process may have no descriptor left when it is asked."""
+    """Return faulthandler's file, which stays open: a process asked for its stack may have no descriptor left."""
     return tempfile.TemporaryFile()  # noqa: SIM115
 
 

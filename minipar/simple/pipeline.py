@@ -80,7 +80,7 @@ def one_f_one_b(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=tor
     """Compute the same gradients as `gpipe`, bit for bit, with fewer microbatches alive."""
     stage = Stage(comm, module, mean_of(loss_fn, m), shape, dtype)
     xs, ts = microbatches(inputs, m), microbatches(targets, m)
-    warmup = min(comm.size - 1 - comm.rank, m)  # the loop of both begins with one more forward
+    warmup = min(comm.size - 1 - comm.rank, m)  # the loop that follows begins with one more forward
     for k in range(warmup):
         stage.forward(k, xs[k], ts[k])
     for k in range(m - warmup):

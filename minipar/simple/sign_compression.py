@@ -1,4 +1,4 @@
-"""Sign compression with error feedback: the mean of a vector over p ranks, at one bit per element and a scale per chunk.
+"""A compressed all-reduce, by signs with error feedback: the mean of a vector over p ranks, at a bit an element.
 
     sent = scale * sign(x + residual)        residual = x + residual - sent        scale = a chunk's mean of |x + residual|
 

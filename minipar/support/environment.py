@@ -36,7 +36,7 @@ def shares_gpus() -> bool:
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the network interfaces that gloo is told to use, none if it may choose."""
+    """Return the network interfaces that gloo is told to use; [] if it may choose."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 

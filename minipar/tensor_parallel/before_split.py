@@ -1,4 +1,4 @@
-"""Refusals before `tensor_parallel` changes anything: of options, of layers, and of ranks that differ."""
+"""Checks before `tensor_parallel` changes anything: of options, of layers, and that all ranks agree."""
 
 from __future__ import annotations
 

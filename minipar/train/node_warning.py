@@ -45,7 +45,7 @@ def warn_if_tp_crosses(config: TrainConfig, ranks_per_node: int) -> None:
 def leaving_bytes(
     config: TrainConfig, mesh_sizes: dict[str, int], ranks_per_node: int
 ) -> tuple[float, float]:
-    """Return (tp, gradients): with algorithm="auto", the bytes that leave a node per step, averaged over nodes.
+    """Return (tp, gradients): the bytes that leave a node per step with algorithm="auto", averaged over nodes.
 
     A group with g > 1 of its p ranks on each of k nodes communicates in two levels: (k-1)/(p-1) of each rank's bytes leave
     the node. Any other group is treated as a ring: a rank's bytes leave its node if its right neighbour is on another node.

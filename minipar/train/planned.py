@@ -60,7 +60,7 @@ def _planned_order(config: TrainConfig) -> tuple[str, int]:
 
 
 def not_weighed(config: TrainConfig) -> list[str]:
-    """Return the options of a configuration that its predictions leave out, as name=value."""
+    """Return the configuration's options that the planner leaves out, as name=value."""
     found = [_unpriced(config, name) for name in CHOSEN]
     found += [
         f"{name}={getattr(config, name)}"

@@ -38,7 +38,7 @@ class RunFiles:
     def after(self, step: int, stop: Stop) -> bool:
         """Save the state after `step` steps if a checkpoint is due or the run ends; else poll the save in progress.
 
-        Returns whether the run ends before its last step, because `stop()` is true on a rank. All-reduces that: 8 bytes.
+        Returns whether the run ends early, because `stop()` is true on a rank; this takes an all-reduce of 8 bytes.
         """
         every, steps = self._config.checkpoint_every, self._config.steps
         if self._saver is None:

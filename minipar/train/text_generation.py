@@ -155,7 +155,7 @@ def generate_on_mesh(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """Generate as `minipar.model.generate` does, with one stage per pp rank, cut over tp or not; every rank gets the text.
+    """Generate like `minipar.model.generate`, with one stage per pp rank, possibly cut over tp; every rank gets the text.
 
     stage  this rank's stage, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
 

@@ -112,7 +112,7 @@ def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_both_change_to_another_order_at_the_same_length(size):
-    edges = [collectives.LONG_BYTES, 8 * collectives.LONG_BYTES, SHORT_BYTES_PER_RANK * size]
+    edges = [collectives.LONG_BYTES, collectives.DOUBLING_BYTES, SHORT_BYTES_PER_RANK * size]
     lengths = [edge // FLOAT + more for edge in edges for more in (-1, 0)]
     for equal in minipar.run(bits_of_both, lengths, "mean", 0, world_size=size):
         assert all(equal)

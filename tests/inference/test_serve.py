@@ -32,7 +32,7 @@ LINES = [
 ]
 ERRORS = {
     1: "line 2: temperature=-1; use a finite number, 0 or more",
-    2: "line 3: no JSON: Expecting value at column 1",
+    2: "line 3: not JSON: Expecting value at column 1",
     4: "4 tokens of prompt and max_new_tokens=300 exceed max_seq_len=48; shorten one of them",
     6: "line 8: 'temprature' is no field of a request; use prompt, max_new_tokens, temperature,",
     7: "line 9: max_new_tokens is missing",
@@ -327,7 +327,7 @@ def test_a_line_ends_at_a_newline_alone_and_may_be_no_utf8(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n \n" + wrong + b"\n")
     *right, error = read_requests(path, lambda text: list(text.encode()))
     assert [bytes(request.prompt).decode() for request in right] == ["a\u2028b", "c\x85d", "\u2029"]
-    assert error == "line 5: no UTF-8: invalid start byte at byte 12"
+    assert error == "line 5: not UTF-8: invalid start byte at byte 12"
 
 
 def test_a_line_nested_too_deeply_is_an_error_of_its_own(tmp_path):

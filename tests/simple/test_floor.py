@@ -171,7 +171,7 @@ def test_each_library_version_begins_by_pointing_to_the_floor():
         "schedules/one_f_one_b.py": "simple/pipeline.py",
         "schedules/gpipe.py": "simple/pipeline.py",
         "model/moe.py": "simple/moe.py",
-        "expert/dispatch.py": "simple/moe.py",
+        "expert/dispatch.py": "simple/dispatch.py",
         "context/attention_ring.py": "simple/ring_attention.py",
         "context/ulysses.py": "simple/ulysses.py",
         "mesh/mesh.py": "simple/mesh.py",

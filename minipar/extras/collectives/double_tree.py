@@ -120,7 +120,7 @@ def _down(comm: PointToPoint, tree: Node, out: torch.Tensor, rising: Pending | N
 
 
 def _node(place: int, p: int) -> Node:
-    """Return the parent and children of a position, in the tree over positions 0 to p-1 from left to right."""
+    """Return a position's parent and children in the tree whose positions from left to right are 0 to p-1."""
     low, high, parent = 0, p, None
     while (root := _root(low, high)) != place:
         parent = root

@@ -24,7 +24,7 @@ class Residuals:
         self.residuals: dict[Any, Tensor] = {}
 
     def added_to(self, parts: Sequence[Tensors]) -> list[Tensor]:
-        """Return for each part what is to be sent: its pieces plus their residuals, fused, in memory of its own.
+        """Return what is to be sent for each part: its pieces plus their residuals, fused in a new tensor.
 
         Raises ArithmeticError if a piece has nan or inf.
         """

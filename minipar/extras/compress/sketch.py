@@ -23,8 +23,8 @@ LOW_32 = 0xFFFFFFFF
 class Sketch:
     """The sketch of vectors that are zero except at known places.
 
-    places  [n] bool, True where any vector may be nonzero: the same on every rank
-    cells   number of sums, a multiple of 3
+    places     [n] bool, True where any vector may be nonzero: the same on every rank
+    num_cells  number of sums, a multiple of 3
 
     of(x)[c] = sum of the elements of x in cell c      so of(x) + of(y) = of(x + y)
     recover    peels: an element that is alone in a cell is that cell's sum; it is subtracted from its other cells, in which
@@ -38,8 +38,8 @@ class Sketch:
     of an element's three cells, with random signs); peeling and its threshold: arXiv:1101.2245.
     """
 
-    def __init__(self, places: Tensor, cells: int):
-        self.places, self.num_cells = places, cells
+    def __init__(self, places: Tensor, num_cells: int):
+        self.places, self.num_cells = places, num_cells
         self.index = places.nonzero().flatten()
         self.cells = self._cells_of(self.index)
 
@@ -47,7 +47,9 @@ class Sketch:
         """Return [3, m] the cells of the elements at `index` [m]."""
         per_row = self.num_cells // ROWS
         bits = pack_bits(self.places).long()
-        salt = int((bits * mix(0, torch.arange(len(bits), device=bits.device))).sum()) & LOW_32
+        salt = (
+            int((bits * mix(0, torch.arange(len(bits), device=bits.device))).sum()) & LOW_32
+        )  # a hash of the places
         rows = [mix(mix(salt, row), index) % per_row + row * per_row for row in range(ROWS)]
         return torch.stack(rows)
 

@@ -1,7 +1,7 @@
 """A dry run by symmetry: run the first rank of each kind in place of all its ranks, and the last rank as a check.
 
 Two ranks are of one kind if their coordinates differ only along axes on which all ranks run the same program (dp and tp,
-for the trainer). The records of a kind's ranks are then equal, because they name no rank (`kind_transport.py`).
+for the trainer). The records of a kind's ranks should then be equal: they name no rank (`kind_transport.py`).
 
 If all ranks of a kind have the same record, the ranks of a mesh can be taken to run in lockstep. It is then enough to
 execute one rank of each kind against one rank of every other kind (`matching.py`): if rank i sends to rank i + d, then by

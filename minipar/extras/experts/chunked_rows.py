@@ -27,9 +27,9 @@ from minipar.support.trace import span
 
 
 class ChunkedAllToAll(AllToAll):
-    """The `dispatch` of an `MoE` layer. It is `AllToAll`, but in `chunks` messages that overlap with the products.
+    """The `dispatch` of an `MoE` layer: `AllToAll` in `chunks` parts, each sent while the experts compute another.
 
-    Sends chunks * (ep-1) messages each way, with the same bytes as `AllToAll`.
+    Sends up to chunks * (ep-1) messages each way, and the bytes of `AllToAll`.
     """
 
     def __init__(self, comm: Comm, chunks: int, node_size: int | None = None):

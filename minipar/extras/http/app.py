@@ -270,5 +270,5 @@ def _read(shape: str, content: bytearray, served: Served) -> Asked:
     except RecursionError:
         raise BadRequest("the body's values are nested too deeply") from None
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the body is not JSON: {error}") from None
     return read_body(shape, body, served.name, served.longest_text, served.codec)

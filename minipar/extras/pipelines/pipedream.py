@@ -13,7 +13,7 @@ differ in the weights that a microbatch's forward and backward use:
 
 Sources: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3; PipeDream-2BW, arXiv:2006.09503, section 3.1; SpecTrain,
 arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, of which the abstract and the authors' code (guanleics/PipeOptim)
-were read: it looks one update further ahead than here, as it counts the microbatch's own.
+were read: that code predicts one update further ahead, past the microbatch's own update.
 """
 
 from __future__ import annotations

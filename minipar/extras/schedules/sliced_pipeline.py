@@ -60,7 +60,7 @@ class SlicedPipeline(Pipeline):
         return tuple(unit for microbatch in microbatches for unit in torch.split(microbatch, sizes, dim=1))
 
     def _cut_samples(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
-        """Cut dim 0 into microbatches, and return each as often as it has slices."""
+        """Cut dim 0 into microbatches, and return each once per slice."""
         microbatches = super()._cut_samples(name, x)
         return tuple(microbatch for microbatch in microbatches for _ in range(self.schedule.slices))
 

@@ -93,7 +93,7 @@ class Request:
 
 
 class CollectiveTag(NamedTuple):
-    """The tag of a collective's messages: its name, its ranks, and how many the same ranks called before."""
+    """The tag of a collective's messages: its name, its ranks, and how often they have called it before."""
 
     name: str
     group: tuple[int, ...]

@@ -6,6 +6,7 @@
                         "parts": [[file, block, flat, {kind: checksum}]]}},
      "digest":  the checksum of everything before it}
 
+A kind is what is stored of a parameter: itself ("parameter"), or a state of its optimizer, such as "exp_avg".
 A part is the range `flat` (None: all) of a block; file and block are given by their indices. A block with `rows` has these
 entries of dim 0, which need not be consecutive; most blocks have no third entry. One rank stores all kinds of a
 part. Listed by tensor and with indices instead of names, the parts of 300 tensors over 1,024 ranks take 40 MB, and a reader
@@ -20,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minipar.mesh import Placement
 from minipar.mesh.regions import Box
@@ -32,7 +33,15 @@ _DIGEST = ', "digest": '
 Ints = tuple[int, ...]
 Block = tuple[Ints, ...]  # start and length, and rows where a placement has them
 DescribedPart = tuple[tuple[str, Ints, Block, tuple[int, int] | None], dict[str, str]]
-StoredRange = list[Any]  # an entry of "parts"
+
+
+class StoredRange(NamedTuple):
+    """An entry of "parts": a range of a block, or all of it, and where it is stored."""
+
+    file: int
+    block: int
+    flat: list[int] | None
+    digests: dict[str, str]  # kind -> checksum
 
 
 def checksum(data: bytes) -> str:
@@ -58,7 +67,7 @@ def block_of(place: Placement) -> Block:
 
 
 def by_tensor(parts_of_files: list[list[DescribedPart]]) -> dict[str, dict[str, Any]]:
-    """Return the manifest's \"tensors\", from each file's parts: ((name, shape, block, flat), {kind: checksum})."""
+    """Return the manifest's "tensors", from each file's parts: ((name, shape, block, flat), {kind: checksum})."""
     tensors: dict[str, dict[str, Any]] = {}
     numbers: dict[tuple[str, Block], int] = {}  # (name, block) -> number of the block
     for file, parts in enumerate(parts_of_files):
@@ -74,13 +83,14 @@ def by_tensor(parts_of_files: list[list[DescribedPart]]) -> dict[str, dict[str, 
     return tensors
 
 
-def signed(manifest: dict[str, Any]) -> str:
+def with_digest(manifest: dict[str, Any]) -> str:
     """Return the manifest as JSON. Its last entry is the checksum of everything before it."""
     text = json.dumps(manifest)[:-1]
     return f'{text}{_DIGEST}"{checksum(text.encode())}"}}'
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """Return a checkpoint's manifest and its checksum. Raises ValueError if that differs, or the format is unknown."""
     text = (path / MANIFEST).read_text()
     manifest = json.loads(text)
     if manifest["format"] != FORMAT:
@@ -94,13 +104,14 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
 class StoredBlock:
     """The stored parts of one block of a tensor, each a range of the block or all of it, in order."""
 
-    def __init__(self, number: int, block: list[list[int]], parts: list[StoredRange]):
+    def __init__(self, number: int, block: list[list[int]], parts: list[list[Any]]):
         self.box = Box(tuple(block[0]), tuple(block[1]))
         self.rows = tuple(block[2]) if len(block) > 2 else None
         whole = [0, prod(self.box.length)]
-        self._parts = sorted((p for p in parts if p[1] == number), key=lambda part: part[2] or whole)
-        self._starts = [(part[2] or whole)[0] for part in self._parts]
-        self._stops = [(part[2] or whole)[1] for part in self._parts]
+        found = (StoredRange(*part) for part in parts)
+        self._parts = sorted((p for p in found if p.block == number), key=lambda part: part.flat or whole)
+        self._starts = [(part.flat or whole)[0] for part in self._parts]
+        self._stops = [(part.flat or whole)[1] for part in self._parts]
 
     def parts_near(self, wanted: Placement) -> list[StoredRange]:
         """Return the parts that overlap the range from the first to the last element of `wanted` in this block."""
@@ -111,7 +122,7 @@ class StoredBlock:
 
     def _range_of(self, wanted: Placement) -> tuple[int, int]:
         """Return the smallest range of the flattened block that contains all elements of `wanted` in this block."""
-        first, last = prod(self.box.length), 0
+        first, last = prod(self.box.length), 0  # an empty range, which nothing overlaps
         strides = [prod(self.box.length[d + 1 :]) for d in range(len(self.box.length))]
         for piece in wanted.pieces():
             common = self.box.intersection(piece.box)

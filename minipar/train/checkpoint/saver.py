@@ -40,7 +40,7 @@ from minipar.train.checkpoint.manifest import (
     checksum_of_part,
     key_of,
     read_manifest,
-    signed,
+    with_digest,
 )
 from minipar.train.checkpoint.retention import OldCheckpoints
 from minipar.train.checkpoint.tensor_file import DTYPES, TensorFile, raw_bytes
@@ -279,7 +279,7 @@ def _commit(folder: Path, beside: Path, step: int, extra: dict[str, Any], writte
         "files": files,
         "tensors": by_tensor([rank.parts for rank in written]),
     }
-    write_whole(beside / MANIFEST, signed(manifest))
+    write_whole(beside / MANIFEST, with_digest(manifest))
     final = checkpoint_path(folder, step)
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():

@@ -197,7 +197,7 @@ def test_a_full_queue_is_refused():
     assert answer.json()["error"]["message"] == "1 requests are open, and no more are taken; try again later"
     assert (health.status_code, health.json()) == (503, {"status": "starting"})
     assert broken.status_code == 400
-    assert "the body is no JSON" in broken.json()["error"]["message"]
+    assert "the body is not JSON" in broken.json()["error"]["message"]
     assert desk.totals.turned_away == 1
 
 

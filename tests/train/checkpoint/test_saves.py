@@ -15,7 +15,7 @@ import minipar
 from minipar.mesh import Placement
 from minipar.train.checkpoint import retention
 from minipar.train.checkpoint import saver as checkpoint
-from minipar.train.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
+from minipar.train.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, with_digest
 from minipar.train.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
 from minipar.train.checkpoint.saver import Saver, StoredPart
 from minipar.train.checkpoint.tensor_file import DTYPES
@@ -362,7 +362,7 @@ def test_a_reader_looks_only_at_files_overlapping_its_part(tmp_path):
     place = lambda name, r: (name, (1024, 1024), ((0, 0), (1024, 1024)), cut(holds(r)))  # noqa: E731
     listed = [[(place(name, r), {"parameter": "0" * 16}) for name in names] for r in range(ranks)]
     manifest = {"format": FORMAT, "step": 1, "extra": {}, "files": {f"rank-{r:05}": {} for r in range(ranks)}}
-    text = signed({**manifest, "tensors": by_tensor(listed)})
+    text = with_digest({**manifest, "tensors": by_tensor(listed)})
     (tmp_path / MANIFEST).write_text(text)
     assert len(text) < ranks * len(names) * 75
     opened = Checkpoint(tmp_path)
@@ -381,5 +381,5 @@ def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path):
     minipar.run(save_each, tmp_path, (1,), 0, world_size=1)
     (path,) = checkpoints(tmp_path)
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(signed({**manifest, "format": 1}))
+    (path / MANIFEST).write_text(with_digest({**manifest, "format": 1}))
     assert find_damage(path) == f"{MANIFEST}: format 1, this program reads {FORMAT}"
