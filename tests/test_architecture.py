@@ -5,11 +5,13 @@ import graphlib
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+parse = cache(ast.parse)  # each file is asked about by several tests
 
 # Each line may import from lines above it, never from one below; parts on one line never import each other.
 # A name with a dot is a part of a room.
@@ -171,7 +173,7 @@ def reserved_faults(nodes, imports, path: Path):
 
 def faults(source: str, path: Path) -> list[str]:
     """Everything in this source that breaks the rules of the house, as `file:line: what`."""
-    tree = ast.parse(source)
+    tree = parse(source)
     nodes = list(walk(tree))
     imports = list(imported(nodes, path))
     found = [*import_faults(imports, path), *torch_faults(imports, path)]
@@ -296,7 +298,7 @@ def circle(texts: dict[Path, str]) -> list[str]:
     files = {module_of(path): path for path in texts}
     arrows = {}
     for here, path in files.items():
-        named = {module for module, _, _ in imported(walk(ast.parse(texts[path])), path)}
+        named = {module for module, _, _ in imported(walk(parse(texts[path])), path)}
         arrows[here] = (named | {name.rpartition(".")[0] for name in named - files.keys()}) - {here}
     try:
         graphlib.TopologicalSorter(arrows).prepare()
@@ -348,7 +350,7 @@ NAMED_AT_RUN_TIME = {"block", "moe.experts"}  # a layer's child modules, and the
 
 def declared_overrides() -> tuple[set[str], set[str]]:
     """(override points, the other attributes that strategies replace), read from the one file that declares them."""
-    tree = ast.parse((ROOT / "minipar/model/overrides.py").read_text())
+    tree = parse((ROOT / "minipar/model/overrides.py").read_text())
     records = [
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Overrides")
     ]
@@ -371,7 +373,7 @@ def override_faults(source: str, path: str) -> list[str]:
     """Assignments of a strategy to the model that are not declared, as `file:line: what`."""
     points, replaced = declared_overrides()
     found = []
-    for target, name, line in assigned(ast.parse(source)):
+    for target, name, line in assigned(parse(source)):
         last = target.split(".")[-1]
         if last == "overrides":
             wrong = name not in points
@@ -421,14 +423,14 @@ ROOMS = [path.parent for path in INITS if path.parent.name not in WITHOUT_MAP]
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)
 def test_the_map_of_a_room_names_its_files_and_no_others(room):
-    doc = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+    doc = ast.get_docstring(parse((ROOT / room / "__init__.py").read_text()))
     there = {path.name for path in (ROOT / room).glob("*.py")} - {"__init__.py", "__main__.py"}
     assert there - set(re.findall(r"\w+\.py", doc)) == set()
     assert set(re.findall(r"^(\w+\.py) ", doc, re.MULTILINE)) - there == set()
 
 
 def test_the_maps_for_readers_are_in_the_order_of_the_house():
-    doc = ast.get_docstring(ast.parse((ROOT / "minipar" / "__init__.py").read_text()))
+    doc = ast.get_docstring(parse((ROOT / "minipar" / "__init__.py").read_text()))
     listed = [m[1] for line in doc.splitlines() if (m := re.match(r"(\w+)  +\S", line))]
     assert set(listed) == {room for room in LEVELS if "." not in room}
     page = (ROOT / "docs" / "design.md").read_text().split("| room | what it has |")[1].split("\n\n")[0]

@@ -121,6 +121,7 @@ def test_each_request_gets_the_text_it_gets_alone_rounded(config, several, optio
     serve_and_compare_rounded(model, several, replace(options, cache_bits=bits, cache_group=4))
 
 
+@pytest.mark.thorough
 @given(options=options(), bits=st.sampled_from(BITS), weight_bits=st.sampled_from([None, 8, 4]))
 @examples(5)
 def test_one_by_one_rounded_texts_are_the_same_in_float32(options, bits, weight_bits):

@@ -103,6 +103,7 @@ def _compiled(world):
     return losses, step(Model(), tokens_of(1))
 
 
+@pytest.mark.thorough  # it compiles for ten seconds
 def test_a_split_model_may_be_compiled():
     for losses, want in minipar.run(_compiled, world_size=2):
         assert losses == pytest.approx([want] * 2, rel=1e-12)
