@@ -12,7 +12,6 @@ sharded_bucket.py          a bucket of which each rank owns a chunk
 memory.py                  where shards and states are kept between updates: on the device, in CPU memory or on disk
 chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  which optimizers can update a shard of a parameter
-tensor_lists.py            optimizer arithmetic on lists of tensors, one kernel for a whole list
 unused_parameters.py       finding the parameters that at least one rank used
 optimizer_state.py         saving and loading a sharded optimizer's state dict: gathered, or this rank's part
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, as_optimizer_interface
-from minipar.data_parallel.tensor_lists import all_finite
 
 
 class DynamicLossScaler:
@@ -85,3 +84,13 @@ class DynamicLossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.current_scale = float(state["scale"])
         self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Return whether x has neither inf nor nan, as one boolean. Reads x once, where torch.isfinite(x) takes several passes.
+
+    The least and the largest element are nan if any element is.
+    """
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    ends = torch.stack(torch.aminmax(x)) if x.numel() else x
+    return torch.isfinite(ends).all()

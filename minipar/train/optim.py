@@ -15,7 +15,6 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.data_parallel import ZeroOptimizer
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
-from minipar.data_parallel.tensor_lists import squared_norms
 from minipar.mesh import placement_of, require_no_part
 from minipar.support.staging import to_device
 
@@ -137,6 +136,15 @@ def grad_norm(
         squares = squares.to(comm.device) * to_device(torch.tensor(shares, dtype=torch.float64), comm.device)
     total = squares.sum()
     return (total if comm is None else comm.all_reduce(total)).sqrt()
+
+
+def squared_norms(tensors: list[Tensor]) -> Tensor:
+    """Return the tensors' squared norms [n], in float64, so that cutting a tensor changes only the rounding of the sum."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    # As plain tensors, since the norm of a ShardGradient raises.
+    plain = [x.as_subclass(Tensor) for x in tensors]
+    return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
 
 
 def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> list[float]:

@@ -47,7 +47,7 @@ ONEBIT_LAMB = STEPS | {
     "extras/compress/onebit_lamb.py OneBitLamb._apply": "scales that are on the CPU",
 }
 COUNTED = {
-    "data_parallel/tensor_lists.py update_moments": "the count of steps, which is on the CPU, as torch's optimizers' is"
+    "extras/optimizers/tensor_lists.py update_moments": "the count of steps, which is on the CPU, as torch's optimizers' is"
 }
 
 ON_CPU = {"model/fused.py _kernel": "whether a score is nan, which the kernel for the CPU does not pass on"}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.data_parallel.tensor_lists import all_finite
+from minipar.data_parallel.loss_scaler import all_finite
 from minipar.model.value_check import assert_async
 from minipar.support.errors import one_of
 

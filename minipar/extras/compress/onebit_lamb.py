@@ -127,7 +127,7 @@ class OneBitLamb(MomentumOptimizer):
 
 
 def _square(x: Tensor) -> Tensor:
-    # In float64, as in tensor_lists.squared_norms.
+    # In float64, as in train.optim.squared_norms.
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm.square()
 

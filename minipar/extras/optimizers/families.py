@@ -10,13 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data_parallel.tensor_lists import squared_norms
 from minipar.extras.optimizers.lamb import Lamb, trust_ratios
 from minipar.extras.optimizers.muon import ADAMW, Muon
 from minipar.extras.optimizers.whole_parameters import WholeParameterZero
 from minipar.mesh import Mesh
 from minipar.support.staging import to_device
-from minipar.train.optim import AdamW, NamedParameters, is_matrix, norm_shares
+from minipar.train.optim import AdamW, NamedParameters, is_matrix, norm_shares, squared_norms
 
 
 class LambFamily(AdamW):

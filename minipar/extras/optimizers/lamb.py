@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from minipar.comm import Comm
-from minipar.data_parallel.tensor_lists import Rows, squared_norms, trained_lists, update_moments
+from minipar.extras.optimizers.tensor_lists import Rows, trained_lists, update_moments
 from minipar.mesh import require_no_part
+from minipar.train.optim import squared_norms
 
 
 class Lamb(torch.optim.Optimizer):

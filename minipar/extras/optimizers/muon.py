@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from minipar.data_parallel.tensor_lists import trained_lists, update_moments
+from minipar.extras.optimizers.tensor_lists import trained_lists, update_moments
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic: see newton_schulz
 NEWTON_SCHULZ_STEPS = 5

@@ -15,7 +15,7 @@ from minipar.mesh import Mesh
 from minipar.train.optim import clip_grad_norm_, grad_norm
 from minipar.train.parallelize import parallelize
 from minipar.train.step import gradients
-from tests.data_parallel.launches import Launches
+from tests.extras.optimizers.launches import Launches
 
 BASE = TrainConfig(
     model=ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=8), seq_len=8, batch_size=2

@@ -65,25 +65,6 @@ def update_moments(
     return Moments(means, denominators, [1 - b1**t for t in counts])
 
 
-def squared_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the tensors' squared norms [n], in float64, so that cutting a tensor changes only the rounding of the sum."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    # As plain tensors, since the norm of a ShardGradient raises.
-    plain = [x.as_subclass(Tensor) for x in tensors]
-    return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
-
-
-def all_finite(x: Tensor) -> Tensor:
-    """Return whether x has neither inf nor nan, as one boolean. Reads x once, where torch.isfinite(x) takes several passes.
-
-    The least and the largest element are nan if any element is.
-    """
-    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
-    ends = torch.stack(torch.aminmax(x)) if x.numel() else x
-    return torch.isfinite(ends).all()
-
-
 class Rows:
     """Memory for tensors shaped like `params`. Each starts at a new row, so each can be multiplied by its own factor.
 

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minipar.data_parallel.tensor_lists import ROW_ELEMS, Rows, all_finite
+from minipar.data_parallel.loss_scaler import all_finite
 from minipar.extras.optimizers import muon as muon_module
 from minipar.extras.optimizers.lamb import Lamb
 from minipar.extras.optimizers.muon import Muon, newton_schulz
+from minipar.extras.optimizers.tensor_lists import ROW_ELEMS, Rows
 from minipar.support.live_bytes import LiveBytes
 from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds
