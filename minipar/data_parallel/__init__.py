@@ -1,8 +1,9 @@
 """Data parallelism: every rank has the model, or a shard of it, and a part of the batch. In reading order:
 
 arguments.py               checks of the arguments that DDP, ZeRO and FSDP have in common
-buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
+flat_layout.py             the places of parameters in a flat buffer, and the chunks into which ranks cut it
 reductions.py              the all-reduce or reduce-scatter of a flat buffer, and the interface of what may replace it
+buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
 partial_gradients.py       `.grad` of a parameter under ZeRO, once reduced: torch's gradient clipping raises on it
 backward_end.py            a callback at the end of a backward
 gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.comm.agreement import require_equal
 from minipar.mesh import Placement, placement_of, set_placement
-from minipar.support.errors import one_of
 
 MIB = 2**20  # bytes
 
@@ -22,11 +21,6 @@ MaybeComm = TypeVar("MaybeComm", Comm, Comm | None)
 def function_of_parameter(comm: MaybeComm | Callable[[Tensor], MaybeComm]) -> Callable[[Tensor], MaybeComm]:
     """Return `comm` if it is a function from parameter to Comm, else a function that returns `comm` for any parameter."""
     return (lambda _: comm) if isinstance(comm, Comm | None) else comm
-
-
-def require_reduce(reduce: str) -> None:
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
 
 
 def bucket_sizes(bucket_mb: float, first_bucket_mb: float) -> tuple[int, int]:

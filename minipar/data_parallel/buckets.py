@@ -8,60 +8,62 @@ Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.data_parallel.flat_layout import FlatLayout, round_up
 from minipar.data_parallel.partial_gradients import ReducedGradient
+from minipar.data_parallel.reductions import PLAIN_MEAN, ReduceOptions
 from minipar.mesh import holds_part, placement_of
 from minipar.mesh.shard_gradient import as_shard_gradient
+from minipar.support.staging import to_device
 
 ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
 
-Layout = Mapping[
-    Tensor, tuple[int, int]
-]  # parameter -> (start, number of elements) of its gradient in a flat buffer
 Key = tuple[Comm, torch.dtype, torch.device]  # what the parameters of a bucket have in common
 
 # Comm -> how many buckets were made over it: two wrappers' parameters may have the same names.
 NUM_BUCKETS: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()
 
 
-class Bucket:
+class Bucket(FlatLayout):
     """Parameters of one dtype that one Comm reduces together.
 
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
-    layout  parameter -> (start, number of elements) of its part of `flat`
-    views   parameter -> that part, in the parameter's shape
-    sum_dtype  the dtype in which several gradients of a parameter add up; `flat`'s own, or a wider one, set by the owner
+    views   parameter -> its part of `flat`, in the parameter's shape
+    reduce_dtype  the dtype in which gradients are summed over ranks
+    sum_dtype     the dtype in which several gradients of a parameter add up: the wider of `reduce_dtype` and `flat`'s own
     flags   one per parameter of `flagged`: after the reduction, nonzero if any rank has a gradient. Empty if the bucket is
             not the last. ZeRO does not read the flags; it has them so that its chunks and order of addition are DDP's
     """
 
-    def __init__(self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter] = ()):
-        self.params, self.comm, self.flagged = params, comm, list(flagged)
+    comm: Comm
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        comm: Comm,
+        flagged: Iterable[nn.Parameter] = (),
+        options: ReduceOptions = PLAIN_MEAN,
+    ):
+        self.comm, self.flagged, self.options = comm, list(flagged), options
         self.number = NUM_BUCKETS[comm] = NUM_BUCKETS.get(comm, 0) + 1
-        dtype, device = params[0].dtype, params[0].device
-        step = ALIGNMENT_BYTES // dtype.itemsize
-        self.layout: dict[Tensor, tuple[int, int]] = {}
-        end = 0
-        for param in params:
-            self.layout[param] = end, param.numel()
-            end = _round_up(end + param.numel(), step)
-        self.flat = torch.zeros(
-            _round_up(end + len(self.flagged), step * comm.size), dtype=dtype, device=device
-        )
-        self.sum_dtype = dtype
+        dtype = params[0].dtype
+        super().__init__(params, comm, ALIGNMENT_BYTES // dtype.itemsize, len(self.flagged))
+        self.flat = torch.zeros(self.size, dtype=dtype, device=params[0].device)
+        self.reduce_dtype = options.dtype or dtype
+        self.sum_dtype = torch.promote_types(self.reduce_dtype, dtype)
         # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
         self.views = {
-            p: as_shard_gradient(self.flat.data[i : i + n].view(p.shape), holds_part(p))
-            for p, (i, n) in self.layout.items()
+            p: as_shard_gradient(self.slice_of_full(p, self.flat.data), holds_part(p)) for p in params
         }
-        self.flags = self.flat[end : end + len(self.flagged)]
+        self.flags = self.flat[self.end : self.end + len(self.flagged)]
         # Parameter -> version of its view when its gradient was last reduced.
         self._reduced_versions: dict[nn.Parameter, int] = {}
         # Parameter -> its reduced gradient, to restore if no rank adds to it.
@@ -69,10 +71,6 @@ class Bucket:
         # Parameter -> its gradient in sum_dtype: collected, and in place of its view the one to reduce; or reduced.
         self._wide: dict[nn.Parameter, Tensor] = {}
         self._exact: dict[nn.Parameter, Tensor] = {}
-
-    def sum_in(self, dtype: torch.dtype) -> None:
-        """Let gradients add up in `dtype`, if that is wider than the parameters'."""
-        self.sum_dtype = torch.promote_types(dtype, self.flat.dtype)
 
     def widen(self, param: nn.Parameter) -> None:
         """Before a gradient is added to another one, make that one's dtype `sum_dtype`: in bf16, 256 + 1 is 256."""
@@ -121,20 +119,35 @@ class Bucket:
         self._exact.pop(param, None)
         return gradient is not None
 
-    def to_send(self, dtype: torch.dtype, in_place: bool = False) -> tuple[Tensor, bool]:
-        """Return the collected gradients in `dtype`, and whether any is a sum; `flat` itself if nothing has to be cast.
+    def to_send(self, keep: bool) -> Tensor:
+        """Return the collected gradients in `reduce_dtype`: `flat` itself if nothing has to be cast.
 
-        in_place  the tensor returned is reduced in place: keep what it will hold, to add later gradients to it
+        keep  the tensor returned will hold the result: remember that of the sums, to add later gradients to it
         """
-        sent = self.flat.to(dtype)
+        sent = self.flat.to(self.reduce_dtype)
         wide, self._wide, self._exact = self._wide, {}, {}
         for param, gradient in wide.items():
-            start, n = self.layout[param]
-            part = sent[start : start + n].view(param.shape)
+            part = self.slice_of_full(param, sent)
             part.copy_(gradient)
-            if in_place:
+            if keep:
                 self._exact[param] = part
-        return sent, bool(wide)
+        return sent
+
+    def reduce(self, used: set[nn.Parameter]) -> Callable[[], None]:
+        """Start to all-reduce the collected gradients and flags. Return a function that waits for the result in `flat`."""
+        if self.flagged:
+            used_here = torch.tensor([float(p in used) for p in self.flagged])
+            self.flags.copy_(to_device(used_here, self.flags.device))
+        sent = self.to_send(keep=True)
+        flags = sent[self.end :] if self.flagged else None
+        handle = self.options.reduce(self.comm, sent, self.layout, self.label, flags=flags)
+
+        def wait() -> None:
+            handle.wait()
+            if sent is not self.flat:
+                self.flat.copy_(sent)
+
+        return wait
 
     def write(self, param: nn.Parameter, used: bool) -> None:
         """After the reduction, make the view the gradient if any rank used the parameter, else restore the old gradient."""
@@ -146,12 +159,16 @@ class Bucket:
         self._reduced_versions[param] = view._version
 
 
+B = TypeVar("B", bound=Bucket)
+
+
 def make_buckets(
     params: Iterable[nn.Parameter],
     comm_of: Callable[[nn.Parameter], Comm],
     bucket_bytes: int,
     first_bucket_bytes: int,
-) -> list[Bucket]:
+    make: Callable[[list[nn.Parameter], Comm, Iterable[nn.Parameter]], B],
+) -> list[B]:
     """Group parameters into buckets of at most `bucket_bytes`, in the order in which the buckets are reduced.
 
     A larger parameter has its own bucket. Parameters share a bucket only if they have the same Comm, dtype and device.
@@ -171,7 +188,7 @@ def make_buckets(
     contents += filling.items()
     last = {key: i for i, (key, _) in enumerate(contents)}
     return [
-        Bucket(params, key[0], groups[key] if last[key] == i else ())
+        make(params, key[0], groups[key] if last[key] == i else ())
         for i, (key, params) in enumerate(contents)
     ]
 
@@ -188,25 +205,5 @@ def require_dense(param: nn.Parameter, gradient: Tensor) -> Tensor:
 def flat_bytes(params: Sequence[Tensor], comm_size: int, num_flags: int = 0) -> int:
     """Return the bytes of the flat buffer of a bucket with these parameters. Tests compare `Bucket` with this formula."""
     itemsize = params[0].element_size()
-    gradients = sum(_round_up(p.nbytes, ALIGNMENT_BYTES) for p in params)
-    return _round_up(gradients + num_flags * itemsize, ALIGNMENT_BYTES * comm_size)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def range_in_param(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
-    """Return (start, end) of the elements of a flattened tensor that lie in `chunk`.
-
-    The tensor begins at offset `start` of a flat buffer; `chunk` is a range (start, end) of that buffer.
-    """
-    low, high = (min(max(edge - start, 0), num_elems) for edge in chunk)
-    return low, high
-
-
-def slice_of_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> slice:
-    """Return the slice of the chunk that holds the tensor's elements; empty if the two do not overlap."""
-    low, high = range_in_param(start, num_elems, chunk)
-    at = start + low - chunk[0] if high > low else 0
-    return slice(at, at + high - low)
+    gradients = sum(round_up(p.nbytes, ALIGNMENT_BYTES) for p in params)
+    return round_up(gradients + num_flags * itemsize, ALIGNMENT_BYTES * comm_size)

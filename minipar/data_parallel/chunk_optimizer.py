@@ -27,7 +27,6 @@ class Chunk(Protocol):
     """
 
     own: Tensor
-    comm: Comm
     params: list[nn.Parameter]
 
     @property
@@ -55,13 +54,14 @@ class ChunkOptimizer(Generic[C]):
     def __init__(
         self,
         bucket: C,
+        comm: Comm,
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         groups: list[ParamGroup],
         dtype: torch.dtype,
         memory: Memory,
     ):
-        self.bucket, self.memory = bucket, memory
+        self.bucket, self.comm, self.memory = bucket, comm, memory
         self.has_master = dtype != bucket.own.dtype or memory.device not in (None, bucket.own.device)
         self.chunk = memory.copy_of(bucket.own, dtype) if self.has_master else bucket.own
         self.offloaded: dict[str, Tensor] = {MASTER: self.chunk.detach()}
@@ -77,8 +77,9 @@ class ChunkOptimizer(Generic[C]):
             if masters:
                 self._groups.append(i)
                 inner.append({**options_of(group), "params": masters})
-        comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
-        self.optimizer = optimizer_cls(inner, **arguments, **comm)
+        if getattr(optimizer_cls, "sums_over_shards", False):
+            arguments = {**arguments, "comm": comm}
+        self.optimizer = optimizer_cls(inner, **arguments)
         self.offload_state()  # Adagrad has states before its first step
 
     def refresh_masters(self) -> None:
@@ -100,14 +101,14 @@ class ChunkOptimizer(Generic[C]):
         if not self.memory.moves_optimizer_state:
             self._update(self.chunk, grad_scale)
             return
-        loaded = self.memory.load(self.offloaded, self.bucket.comm.trace)
+        loaded = self.memory.load(self.offloaded, self.comm.trace)
         self._use(loaded)
         try:
             self._update(loaded[MASTER], grad_scale)
             self._collect_states(loaded)
         finally:
             self._use(self.offloaded)
-        self.memory.store(self.offloaded, self.bucket.comm.trace)
+        self.memory.store(self.offloaded, self.comm.trace)
 
     def _update(self, chunk: Tensor, grad_scale: float) -> None:
         self._refresh(chunk)
@@ -141,7 +142,7 @@ class ChunkOptimizer(Generic[C]):
 
     def prefetch(self) -> None:
         """If the states that `step` needs are on disk, begin to read them."""
-        self.memory.prefetch(self.offloaded, self.bucket.comm.trace)
+        self.memory.prefetch(self.offloaded, self.comm.trace)
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each master weight and its state. The caller may replace the state's tensors by others of their shape."""

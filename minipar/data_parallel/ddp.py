@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -15,13 +16,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 
 from minipar.comm import Comm
-from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.arguments import (
     CommOf,
     bucket_sizes,
     function_of_parameter,
     refuse_copy,
-    require_reduce,
     require_same_parameters,
     require_whole,
 )
@@ -29,9 +28,8 @@ from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.gradient_reducer import GradientReducer
-from minipar.data_parallel.reductions import BucketReduction, ReduceBucket, reduce_plainly
+from minipar.data_parallel.reductions import ReduceBucket, ReduceOptions
 from minipar.mesh import place_whole, placement_of, set_placement
-from minipar.support.staging import to_device
 
 
 class DDP(nn.Module):
@@ -86,18 +84,11 @@ class DDP(nn.Module):
         reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
-        require_reduce(reduce)
+        self._options = ReduceOptions.of(reduce, algorithm, reduce_dtype, reduce_bucket)
         self._bucket_sizes = bucket_sizes(bucket_mb, first_bucket_mb)
-        self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
-        self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
+        self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._comm_of = function_of_parameter(comm)
-        self.reduce_bucket = reduce_bucket or reduce_plainly
-        self._handles: list[Pending] = []
-        # For each handle, (bucket, the tensor being reduced), which is the bucket's `flat` or a copy in reduce_dtype.
-        self._sent: list[tuple[Bucket, Tensor]] = []
-        self.reducer: GradientReducer[Bucket] = GradientReducer(
-            self._launch, self._finish, "DDP", self._leave_buckets
-        )
+        self.reducer: GradientReducer[Bucket] = GradientReducer("DDP", self._finish, self._leave_buckets)
         self.buckets = self.reducer.buckets
         shared = dict(
             reduce=reduce, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm,
@@ -124,7 +115,7 @@ class DDP(nn.Module):
 
     def _before_forward(self) -> None:
         self.reducer.check()
-        self._reset_after_error()
+        self.reducer.reset_after_error()
         self._add(
             [p for p in self.module.parameters() if p.requires_grad and p not in self.reducer.bucket_of]
         )
@@ -133,18 +124,10 @@ class DDP(nn.Module):
 
     def _leave_buckets(self) -> None:
         """After an exception, let no gradient be where all-reduces under way write: the caller may zero it in place."""
-        for bucket, _ in self._sent:
+        for bucket, _ in self.reducer.under_way:
             for param in bucket.params:
                 if param.grad is not None:
                     param.grad = param.grad.clone()
-
-    def _reset_after_error(self) -> None:
-        """If an exception ended the last backward, wait for its all-reduces, which write to the buckets, and reset."""
-        if self.reducer.interrupted():
-            handles, self._handles, self._sent = self._handles, [], []
-            for handle in handles:
-                handle.wait()
-            self.reducer.begin()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate gradients; the next backward outside it reduces the sum."""
@@ -154,26 +137,8 @@ class DDP(nn.Module):
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
         self.reducer.synchronize()
 
-    def _launch(self, bucket: Bucket) -> None:
-        if bucket.flagged:
-            used = [float(p in self.reducer.used) for p in bucket.flagged]
-            bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
-        sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
-        self._sent.append((bucket, sent))
-        flags = sent[bucket.flags.storage_offset() :] if bucket.flagged else None
-        reduction = BucketReduction(
-            bucket.comm, sent, bucket.layout, self.reduce, self.algorithm, bucket.label, flags=flags
-        )
-        self._handles.append(self.reduce_bucket(reduction))
-
     def _finish(self) -> None:
-        """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""
-        launched = list(zip(self._handles, self._sent))
-        self._handles, self._sent = [], []
-        for handle, (bucket, sent) in launched:
-            handle.wait()
-            if sent is not bucket.flat:
-                bucket.flat.copy_(sent)
+        """Write the gradients. A parameter that only other ranks used gets its gradient here too."""
         for bucket in self.buckets:
             # Where this rank used every parameter, the flags need not be read from the GPU.
             used_all = self.reducer.used.issuperset(bucket.flagged)
@@ -199,10 +164,8 @@ class DDP(nn.Module):
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
-        buckets = make_buckets(trained, self._comm_of, *self._bucket_sizes)
-        for bucket in buckets:
-            bucket.sum_in(self.reduce_dtype or bucket.flat.dtype)
-        self.reducer.add(buckets)
+        make = partial(Bucket, options=self._options)
+        self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes, make))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy("DDP", "copy its .module, and wrap the copy if it is to be trained")

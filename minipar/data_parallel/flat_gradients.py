@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.reductions import BucketReduction, ReduceBucket
+from minipar.data_parallel.reductions import ReduceOptions
 from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -39,15 +39,11 @@ class FlatGradients:
     pending  parameter -> its full gradient, not yet reduced; if it is a sum of several, in the wider of reduce_dtype and
              the shards' dtype
     reduced  [n/p] the sum of what this backward has reduced so far, or None
-    op       "mean" or "sum" over ranks
     """
 
-    def __init__(
-        self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str, reduce_bucket: ReduceBucket
-    ):
-        self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
+    def __init__(self, flat: FlatParameters, options: ReduceOptions):
+        self.flat, self.options, self.reduce_dtype = flat, options, options.dtype or flat.dtype
         self._sum_dtype = torch.promote_types(self.reduce_dtype, flat.dtype)
-        self.reduce_bucket = reduce_bucket
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
         self._exact: dict[nn.Parameter, Exact] = {}
@@ -72,17 +68,15 @@ class FlatGradients:
         gradients = torch.empty(flat.size, dtype=self.reduce_dtype, device=flat.device)
         for param in flat.params:
             place, gradient = flat.slice_of_full(param, gradients), self.pending.pop(param, None)
-            place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
+            place.zero_() if gradient is None else place.copy_(gradient)
         self.finish()
         self._comms_left = list(flat.comms)
-        self._start(gradients, None if flat.comm is None else [flat.size // flat.comm.size] * flat.comm.size)
+        self._start(gradients, None if flat.whole else flat.sizes)
 
     def _start(self, x: Tensor, sizes: list[int] | None = None) -> None:
         """Start to reduce-scatter the gradients or, without `sizes`, to all-reduce whole ones or a chunk."""
         flat, comm = self.flat, self._comms_left.pop(0)
-        self._reducing = self.reduce_bucket(
-            BucketReduction(comm, x, flat.layout, self.op, flat.algorithm, flat.label, sizes)
-        )
+        self._reducing = self.options.reduce(comm, x, flat.layout, flat.label, sizes=sizes)
 
     def advance(self) -> bool:
         """Wait for the collective under way, and start the next one. Return whether there was a next one."""
@@ -101,7 +95,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def _keep(self, chunk: Tensor) -> None:
-        chunk = chunk.to(self.flat.shard.device, self._sum_dtype)
+        chunk = chunk.to(self.flat.own.device, self._sum_dtype)
         self.reduced = chunk if self.reduced is None else self.reduced.add_(chunk)
 
     @torch.no_grad()
@@ -115,10 +109,8 @@ class FlatGradients:
             return
         for param in flat.params:
             if param in used:
-                part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
-                part = part.view(flat.shard_views[param].shape)
                 sharded = flat.comm is not None and flat.comm.size > 1
-                self._add_to_shard(param, part, sharded or holds_part(param))
+                self._add_to_shard(param, flat.slice_of_chunk(param, chunk), sharded or holds_part(param))
 
     def _add_to_shard(self, param: nn.Parameter, part: Tensor, is_part: bool) -> None:
         """Add to the shard's `.grad`, in `_sum_dtype` if nobody has changed it since: in bf16, 256 + 1 is 256."""

@@ -13,7 +13,7 @@ the parameters, so their version counters do not change and autograd accepts the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
-from minipar.data_parallel.buckets import Layout, range_in_param, slice_of_chunk
+from minipar.data_parallel.flat_layout import FlatLayout
 from minipar.data_parallel.freed_parameter import allow_use, forbid_use
 from minipar.data_parallel.memory import Memory
 from minipar.mesh import placement_of, set_placement
@@ -37,18 +37,17 @@ class State(Enum):
     UNSHARDED = "unsharded"
 
 
-class FlatParameters:
+class FlatParameters(FlatLayout):
     """Parameters of one dtype and one Comm, all trained or all frozen.
 
     state     see the head of this file
-    shard     [n/p] in the parameters' dtype: this rank's chunk, the master copy
+    own       [n/p] in the parameters' dtype: this rank's chunk, the master copy
     full      [n] in the compute dtype; its memory is freed while SHARDED
     comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
-              `shard`, unless the compute dtype is another
+              `own`, unless the compute dtype is another
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
     comms     `comm`, if there is one, and `replicas`
     label     names the unit in every collective, so that ranks that run different units are told so
-    layout    parameter -> (start, number of elements) of its part of `full`
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class FlatParameters:
         memory: Memory,
         algorithm: str,
     ):
-        self.params, self.unit, self.comm, self.replicas = params, unit, comm, replicas
+        super().__init__(params, comm, ALIGNMENT_ELEMS)
+        self.unit, self.comm, self.replicas = unit, comm, replicas
         self.comms = replicas if comm is None else (comm, *replicas)
         self.label = f"unit {unit!r}"
         self.whole, self.memory, self.trained = comm is None, memory, params[0].requires_grad
@@ -69,11 +69,6 @@ class FlatParameters:
         self.device = self.comms[0].device
         self.names = {p: placement_of(p).name for p in params}
         self.shapes = {p: tuple(p.shape) for p in params}
-        num_ranks, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-        starts, self.size = flat_layout([p.numel() for p in params], num_ranks)
-        self.layout: Layout = {p: (start, p.numel()) for p, start in zip(params, starts)}
-        chunk = self.size // num_ranks
-        self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype or self.dtype
         self._shard_is_full = self.whole and self._compute_dtype == self.dtype
@@ -81,38 +76,36 @@ class FlatParameters:
         self._pending_gather: Pending | None = None  # the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
 
-    # Layout -----------------------------------------------------------------------------------------------------
-
-    def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return (start, end) of this rank's part in the flattened parameter."""
-        return range_in_param(*self.layout[param], self.range)
+    @property
+    def shards(self) -> Mapping[nn.Parameter, Tensor]:
+        """The parameters themselves, which are shards between two steps: see `Chunk`."""
+        return {p: p for p in self.params}
 
     def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """Return the parameter's elements in a flat buffer [n]."""
         start, n = self.layout[param]
-        return flat[start : start + n]
+        return flat[start : start + n].view(self.shapes[param])
 
-    def slice_of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
-        """Return the elements of `shard`, this rank's chunk [n/p], that belong to the parameter."""
-        return shard[slice_of_chunk(*self.layout[param], self.range)]
+    def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
+        """Return the parameter's elements in a tensor laid out like `own`: flat unless the parameter is whole."""
+        return self.slice_of_full(param, chunk) if self.whole else super().slice_of_chunk(param, chunk)
 
     # Sharding full parameters ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def cut(self, axis: str, part_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
-        """Fill `shard` from rank 0's parameters or, if given, `part_of(param)`: the flat values of this rank's part."""
+        """Fill `own` from rank 0's parameters or, if given, `part_of(param)`: the flat values of this rank's part."""
         if part_of is None:
             shard = self._chunk_of_rank0()
         else:
             shard = torch.zeros(self.range[1] - self.range[0], dtype=self.dtype, device=self.device)
             for param in self.params:
-                place = self.slice_of_shard(param, shard)
+                place = self.slice_of_chunk(param, shard).view(-1)
                 if place.numel():
                     place.copy_(part_of(param))
         away = self.memory.device is not None and not self.whole
-        self.shard = self.memory.copy_of(shard, self.dtype) if away else shard
+        self.own = self.memory.copy_of(shard, self.dtype) if away else shard
         if self._shard_is_full:
-            self.full = self.shard
+            self.full = self.own
         else:
             self.full = torch.empty(self.size, dtype=self._compute_dtype, device=self.device)
         self._make_views(axis)
@@ -122,7 +115,7 @@ class FlatParameters:
     def _chunk_of_rank0(self) -> Tensor:
         chunk = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for param in self.params:
-            self.slice_of_full(param, chunk).copy_(param.detach().reshape(-1))
+            self.slice_of_full(param, chunk).copy_(param)
         if self.comm is not None:
             chunk = self.comm.broadcast(chunk)[slice(*self.range)].clone()
         for replicas in self.replicas:
@@ -130,10 +123,8 @@ class FlatParameters:
         return chunk
 
     def _make_views(self, axis: str) -> None:
-        self.full_views = {p: self.slice_of_full(p, self.full).view(self.shapes[p]) for p in self.params}
-        self.shard_views = {p: self.slice_of_shard(p, self.shard) for p in self.params}
-        if self.whole:
-            self.shard_views = {p: x.view(self.shapes[p]) for p, x in self.shard_views.items()}
+        self.full_views = {p: self.slice_of_full(p, self.full) for p in self.params}
+        self.shard_views = {p: self.slice_of_chunk(p, self.own) for p in self.params}
         for param in self.params:
             placement = placement_of(param)
             placement = placement if self.whole else placement.flatten_range(*self.part(param))
@@ -152,7 +143,7 @@ class FlatParameters:
             return
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.full[slice(*self.range)]
-        self.memory.copy_to(own, self.shard)
+        self.memory.copy_to(own, self.own)
         self._gathered_versions = {p: p._version for p in self.params}
         if self.comm is not None:
             with self.comm.saying(self.label):
@@ -224,12 +215,3 @@ class FlatParameters:
 def _memory_of(x: Tensor) -> tuple[object, ...]:
     """Return a value that identifies a tensor's memory, even for an empty tensor, where `data_ptr()` does not."""
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype
-
-
-def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:
-    """Return the start of each parameter in a flat buffer, and the buffer's length, given the parameters' sizes."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end = -(-(end + size) // ALIGNMENT_ELEMS) * ALIGNMENT_ELEMS
-    return starts, -(-end // (ALIGNMENT_ELEMS * num_ranks)) * ALIGNMENT_ELEMS * num_ranks

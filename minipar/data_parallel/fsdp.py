@@ -38,7 +38,7 @@ from minipar.data_parallel.fsdp_unit import (
 )
 from minipar.data_parallel.gradient_reducer import take_over
 from minipar.data_parallel.memory import memory_for
-from minipar.data_parallel.reductions import ReduceBucket, reduce_plainly
+from minipar.data_parallel.reductions import ReduceBucket, ReduceOptions
 from minipar.mesh import place_whole
 from minipar.model.overrides import GRADIENT_RECEIVER
 
@@ -152,7 +152,7 @@ class FSDP(nn.Module):
         reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
-        arguments.require_reduce(reduce)
+        reduce_options = ReduceOptions.of(reduce, algorithm, reduce_dtype, reduce_bucket)
         if reduce_bucket is not None and replicas is not None:
             raise ValueError(
                 "reduce_bucket replaces one reduction, and replicas add a second one; use one of the two"
@@ -193,7 +193,7 @@ class FSDP(nn.Module):
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
             full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
-            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce, reduce_bucket or reduce_plainly))
+            unit.gradients.append(FlatGradients(flat, reduce_options))
         full_state.require_values_of_buffers(module)
         self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
         copy_buffers_of_rank0(module, self._comms_of)

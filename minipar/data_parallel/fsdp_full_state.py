@@ -68,8 +68,7 @@ def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | N
         raise ValueError(
             f"{name} is on the meta device and init is None; pass init=(canonical name, shape) -> value"
         )
-    ranges = {p: (0, flat.layout[p][1]) if flat.whole else flat.part(p) for p in flat.params}
-    placements = {p: placement_of(p).flatten_range(*ranges[p]) for p in flat.params}
+    placements = {p: placement_of(p).flatten_range(*flat.part(p)) for p in flat.params}
 
     def part_of(param: nn.Parameter) -> Tensor:
         placement = placements[param]
@@ -91,10 +90,10 @@ def require_values_of_buffers(module: nn.Module) -> None:
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
     """Return the full parameters in their own dtype, as new tensors if they are sharded. Sends (p-1)/p n elements."""
-    full = flat.shard.to(flat.device)
+    full = flat.own.to(flat.device)
     if flat.comm is not None:
         full = flat.comm.all_gather(full)
-    return {p: flat.slice_of_full(p, full).view(flat.shapes[p]) for p in flat.params}
+    return {p: flat.slice_of_full(p, full) for p in flat.params}
 
 
 @torch.no_grad()
@@ -124,8 +123,7 @@ def load_full_state_dict(module: nn.Module, flats: list[FlatParameters], state: 
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
             flat = flat_of[x]
-            low, high = (0, flat.layout[x][1]) if flat.whole else flat.part(x)
-            flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[low:high])
+            flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[slice(*flat.part(x))])
         else:
             x.copy_(state[name])
 

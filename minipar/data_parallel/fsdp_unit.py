@@ -40,7 +40,7 @@ class Unit:
     def advise_read(self) -> None:
         """Tell the operating system that the shards will be read, if they are on disk."""
         for flat in self.flats:
-            flat.memory.advise_read(flat.shard)
+            flat.memory.advise_read(flat.own)
 
     def use_unsharded(self) -> None:
         for flat in self.flats:

@@ -12,33 +12,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from minipar.data_parallel.backward_end import BackwardEnd, WeakCall, in_backward
+from minipar.data_parallel.buckets import B
 from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import placement_of
 from minipar.model.overrides import BeforeAdding
-
-
-class ReducedTogether(Protocol):
-    """A bucket. `collect` takes a parameter's gradient, and returns whether this rank has a gradient to reduce.
-
-    `widen` makes a parameter's gradient `sum_dtype`, before another one is added to it.
-    """
-
-    params: list[nn.Parameter]
-    sum_dtype: torch.dtype
-
-    def widen(self, param: nn.Parameter, /) -> None: ...
-
-    def collect(self, param: nn.Parameter, /) -> bool: ...
-
-
-B = TypeVar("B", bound=ReducedTogether)
 
 
 class ReducerHook(WeakCall):
@@ -50,29 +33,31 @@ class ReducerHook(WeakCall):
 
 
 class GradientReducer(Generic[B]):
-    """Reduce buckets in order during the backward; DDP and ZeRO supply the methods `launch` and `finish`.
+    """Reduce buckets in order during the backward.
 
-    buckets  in the order in which to reduce them, the same on every rank
-    launch   (bucket): start its reduction; all its gradients have been collected
-    finish   (): wait for all launched reductions, and write the gradients
-    owner    "DDP" or "ZeroOptimizer"
-    failed   (): an exception has ended a backward; see `BackwardEnd`
-    used     the parameters in the buckets launched so far that have a gradient on this rank
+    buckets    in the order in which to reduce them, the same on every rank
+    finish     (): write the gradients; all reductions have ended
+    owner      "DDP" or "ZeroOptimizer"
+    failed     (): an exception has ended a backward; see `BackwardEnd`
+    at_once    the number of reductions under way at a time, if there is a limit
+    used       the parameters in the buckets launched so far that have a gradient on this rank
+    under_way  the launched buckets, each with a function that waits for its reduction
 
     A parameter has one reducer. A later DDP or ZeroOptimizer takes the parameter over; using the earlier one then raises.
     """
 
     def __init__(
         self,
-        launch: Callable[[B], None],
-        finish: Callable[[], None],
         owner: str,
+        finish: Callable[[], None],
         failed: Callable[[], None] | None = None,
+        at_once: int | None = None,
     ):
-        self.launch, self.finish, self.owner = WeakCall(launch), WeakCall(finish), owner
+        self.owner, self.finish, self.at_once = owner, WeakCall(finish), at_once
         self.buckets: list[B] = []
         self.bucket_of: dict[nn.Parameter, B] = {}
         self.used: set[nn.Parameter] = set()
+        self.under_way: list[tuple[B, Callable[[], None]]] = []
         self.synchronised = True
         self.end = BackwardEnd(self._end_of_backward, failed)
         self._hooks: list[RemovableHandle] = []
@@ -117,9 +102,18 @@ class GradientReducer(Generic[B]):
         self._launched = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
-    def interrupted(self) -> bool:
-        """Return whether an exception ended the last backward. The owner then waits for what was launched, and begins."""
-        return self.end.armed and not in_backward()
+    def reset_after_error(self) -> bool:
+        """If an exception ended the last backward, wait for its reductions, and begin. Return whether one did."""
+        interrupted = self.end.armed and not in_backward()
+        if interrupted:
+            self._wait()
+            self.begin()
+        return interrupted
+
+    def _wait(self) -> None:
+        under_way, self.under_way = self.under_way, []
+        for _, wait in under_way:
+            wait()
 
     def before_adding(self, param: weakref.ref[nn.Parameter], gradient: Tensor) -> None:
         if (found := param()) is not None:
@@ -151,11 +145,14 @@ class GradientReducer(Generic[B]):
             else:
                 self.used.discard(param)
         self._launched += 1
-        self.launch(bucket)
+        if len(self.under_way) == self.at_once:
+            self.under_way.pop(0)[1]()
+        self.under_way.append((bucket, bucket.reduce(self.used)))
 
     def _end_of_backward(self) -> None:
         while self._launched < len(self.buckets):
             self._launch_next()
+        self._wait()
         self.finish()
         self.begin()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from minipar.mesh import placement_of
 from minipar.mesh.shard_gradient import INSTEAD
 
 aten = torch.ops.aten
@@ -25,15 +26,13 @@ class ReducedGradient(Tensor):
     """
 
     @staticmethod
-    def __new__(
-        cls, param: nn.Parameter, name: str, shard: Tensor, sum_dtype: torch.dtype
-    ) -> ReducedGradient:
+    def __new__(cls, param: nn.Parameter, shard: Tensor, sum_dtype: torch.dtype) -> ReducedGradient:
         return Tensor._make_wrapper_subclass(
             cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, storage_size=0
         )
 
-    def __init__(self, param: nn.Parameter, name: str, shard: Tensor, sum_dtype: torch.dtype):
-        self.of, self.shard, self.sum_dtype = name, shard, sum_dtype
+    def __init__(self, param: nn.Parameter, shard: Tensor, sum_dtype: torch.dtype):
+        self.of, self.shard, self.sum_dtype = placement_of(param).name, shard, sum_dtype
         self.added: Tensor | None = None
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes private arguments

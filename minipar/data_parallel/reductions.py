@@ -6,13 +6,15 @@ Their argument `reduce_bucket` takes the place of `reduce_plainly`. It may send 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
-from minipar.data_parallel.buckets import Layout
+from minipar.data_parallel.flat_layout import Layout
+from minipar.support.errors import one_of
 
 
 class BucketReduction(NamedTuple):
@@ -53,3 +55,28 @@ def reduce_plainly(reduction: BucketReduction) -> Pending:
         else:
             handle = comm.reduce_scatter(flat, op, sizes, algorithm, out=out, async_op=True)
     return handle
+
+
+class ReduceOptions(NamedTuple):
+    """The arguments with which DDP, ZeroOptimizer and FSDP say how gradients are reduced."""
+
+    op: str = "mean"
+    algorithm: str = "auto"
+    dtype: torch.dtype | None = None
+    start: ReduceBucket = reduce_plainly
+
+    @classmethod
+    def of(
+        cls, reduce: str, algorithm: str, dtype: torch.dtype | None, reduce_bucket: ReduceBucket | None
+    ) -> ReduceOptions:
+        """Raises ValueError unless `reduce` is "mean" or "sum"."""
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
+        return cls(reduce, algorithm, dtype, reduce_bucket or reduce_plainly)
+
+    def reduce(self, comm: Comm, flat: Tensor, layout: Layout, label: str, **more: Any) -> Pending:
+        """Start to reduce a flat buffer; `more` are the other fields of `BucketReduction`."""
+        return self.start(BucketReduction(comm, flat, layout, self.op, self.algorithm, label, **more))
+
+
+PLAIN_MEAN = ReduceOptions()

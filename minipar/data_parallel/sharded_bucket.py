@@ -10,90 +10,76 @@ So each chunk is summed in the same order as in DDP's all-reduce, and the result
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
-from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
+from minipar.data_parallel.buckets import Bucket
 from minipar.data_parallel.partial_gradients import ReducedGradient
-from minipar.data_parallel.reductions import BucketReduction, ReduceBucket
+from minipar.data_parallel.reductions import ReduceOptions
 from minipar.mesh import Placement, holds_part, placement_of, set_placement
 from minipar.mesh.shard_gradient import as_shard_gradient
 
 
-class ShardedBucket:
-    """The parameters of a bucket in one flat buffer, of which this rank updates its own chunk.
+class ShardedBucket(Bucket):
+    """A bucket in which this rank updates its own chunk of the parameters.
 
-    bucket      the gradients; see buckets.py
-    flat        [n] the parameters, laid out like the gradients; each `param.data` is a view of it
-    own         [n/p] this rank's chunk of `flat`; `sizes` has the number of elements of each rank's chunk
+    weights     [n] the parameters, laid out like the gradients; each `param.data` is a view of it
+    own         [n/p] this rank's chunk of `weights`
     shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
-    gradient    [n/p] the reduced gradient of `own`, or None; in `sum_dtype`, the wider of the parameters' dtype and
-                reduce_dtype, if it is a sum of several backwards', else in the parameters' dtype
+    gradient    [n/p] the reduced gradient of `own`, or None; in `sum_dtype` if it is a sum of several backwards', else in
+                the parameters' dtype
     keep_full_grads   True (stage 1): the flat gradients are kept, and `gradient` is a chunk of them. False (stage 2):
                 they are freed once reduced
     """
 
-    def __init__(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype, axis: str):
-        self.bucket, self.comm, self.params = bucket, bucket.comm, bucket.params
-        bucket.sum_in(reduce_dtype)
-        self.sum_dtype, self.widen = bucket.sum_dtype, bucket.widen
-        self.keep_full_grads, self.reduce_dtype = keep_full_grads, reduce_dtype
-        self.layout = bucket.layout
-        self.flat = torch.zeros_like(bucket.flat)
-        self.views = {p: self.flat[i : i + n].view(p.shape) for p, (i, n) in self.layout.items()}
-        self.sizes = self._chunk_sizes()
-        start = sum(self.sizes[: self.comm.rank])
-        self.range = (start, start + self.sizes[self.comm.rank])
-        self.own = self.flat[slice(*self.range)]
-        self._move_params_into_flat()
-        self.shards = {p: self._shard(p, axis) for p in self.params}
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        comm: Comm,
+        flagged: Iterable[nn.Parameter],
+        options: ReduceOptions,
+        keep_full_grads: bool,
+        axis: str,
+    ):
+        super().__init__(params, comm, flagged, options)
+        self.keep_full_grads = keep_full_grads
+        self.weights = torch.zeros_like(self.flat)
+        self.own = self.weights[slice(*self.range)]
+        self._move_params_into_weights()
+        self.shards = {p: self._shard(p, axis) for p in params}
         self.gradient: Tensor | None = None
         self._accumulated: Tensor | None = None
-        self._is_sum = False  # whether the gradients under reduction are sums of several
         # Parameter -> its `param.grad` once the gradient is reduced.
-        self._reduced_gradients = {
-            p: ReducedGradient(p, placement_of(p).name, shard, self.sum_dtype)
-            for p, shard in self.shards.items()
-        }
+        self._reduced_gradients = {p: ReducedGradient(p, x, self.sum_dtype) for p, x in self.shards.items()}
         if not keep_full_grads:
             self._free()
 
-    def _chunk_sizes(self) -> list[int]:
-        """Return the number of elements of each rank's chunk; here all are equal."""
-        return [len(self.flat) // self.comm.size] * self.comm.size
-
     @torch.no_grad()
-    def _move_params_into_flat(self) -> None:
-        """Move the parameters into the flat buffer, with rank 0's values."""
-        for param, view in self.views.items():
+    def _move_params_into_weights(self) -> None:
+        for param in self.params:
+            view = self.slice_of_full(param, self.weights)
             view.copy_(param)
             param.data = view
-        self.comm.broadcast(self.flat, out=self.flat)
-
-    def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return (start, end) of this rank's part in the flattened parameter."""
-        return range_in_param(*self.layout[param], self.range)
-
-    def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
-        """Return the parameter's part of a chunk [n/p], flat."""
-        return chunk[slice_of_chunk(*self.layout[param], self.range)]
+        self.comm.broadcast(self.weights, out=self.weights)
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
         shard = self.slice_of_chunk(param, self.own).requires_grad_()
         shard.grad_dtype = None  # any: a sum of gradients may be wider than the parameter
-        set_placement(shard, self._placement_of_shard(param))
+        set_placement(shard, self.placement_of_shard(param))
         set_placement(param, placement_of(param).replicate(axis))
         return shard
 
-    def _placement_of_shard(self, param: nn.Parameter) -> Placement:
+    def placement_of_shard(self, param: nn.Parameter) -> Placement:
         return placement_of(param).flatten_range(*self.part(param))
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter is no longer a view of `flat`: a step would not update it."""
-        for param, view in self.views.items():
+        """Raise RuntimeError if a parameter is no longer a view of `weights`: a step would not update it."""
+        for param in self.params:
+            view = self.slice_of_full(param, self.weights)
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
                     f"the storage of {placement_of(param).name} was replaced behind ZeroOptimizer's back "
@@ -114,9 +100,9 @@ class ShardedBucket:
         reduced = param.grad
         if not isinstance(reduced, ReducedGradient):
             self._drop(param)
-            return self.bucket.collect(param)
+            return super().collect(param)
         param.grad = reduced.added
-        self.bucket.collect(param)
+        super().collect(param)
         reduced.added, param.grad = param.grad, reduced
         return True
 
@@ -145,22 +131,18 @@ class ShardedBucket:
             if param.grad is None:
                 self._drop(param)
 
-    def reduce(self, op: str, algorithm: str, reduce_bucket: ReduceBucket) -> Callable[[], None]:
-        """Start to reduce the collected gradients. Return a function that waits for this rank's chunk, and keeps it."""
-        bucket, flat = self.bucket, self.bucket.flat
-        sent, self._is_sum = bucket.to_send(self.reduce_dtype)
-        in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
-        out = flat[slice(*self.range)] if in_place else None
-        handle = reduce_bucket(
-            BucketReduction(self.comm, sent, self.layout, op, algorithm, bucket.label, self.sizes, out)
-        )
+    def reduce(self, used: set[nn.Parameter]) -> Callable[[], None]:
+        """Start to reduce-scatter the collected gradients. Return a function that waits for this rank's chunk."""
+        is_sum = bool(self._wide) or self._accumulated is not None
+        sent = self.to_send(keep=False)
+        out = sent[slice(*self.range)] if self.keep_full_grads and sent is self.flat else None
+        handle = self.options.reduce(self.comm, sent, self.layout, self.label, sizes=self.sizes, out=out)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
-        return lambda: self._store_reduced(handle.wait())
+        return lambda: self._store_reduced(handle.wait(), is_sum)
 
     @torch.no_grad()
-    def _store_reduced(self, reduced: Tensor) -> None:
-        is_sum = self._is_sum or self._accumulated is not None
+    def _store_reduced(self, reduced: Tensor, is_sum: bool) -> None:
         dtype = self.sum_dtype if is_sum else self.flat.dtype
         if self._accumulated is not None:
             reduced = self._accumulated.add_(reduced)
@@ -171,16 +153,18 @@ class ShardedBucket:
         elif dtype != self.flat.dtype:
             self.gradient = reduced
         else:
-            self.gradient = self.bucket.flat[slice(*self.range)]
+            self.gradient = self.flat[slice(*self.range)]
             if self.gradient.data_ptr() != reduced.data_ptr():
                 self.gradient.copy_(reduced)
 
-    def gather(self, algorithm: str) -> Pending:
+    def gather(self) -> Pending:
         """Start the all-gather of the updated chunks; return its handle."""
-        handle: Pending = self.comm.all_gather(self.own, self.sizes, algorithm, async_op=True, out=self.flat)
+        handle: Pending = self.comm.all_gather(
+            self.own, self.sizes, self.options.algorithm, async_op=True, out=self.weights
+        )
         return handle
 
-    def write(self, used: set[nn.Parameter]) -> None:
+    def write_shards(self, used: set[nn.Parameter]) -> None:
         """Set the `.grad` of the shards of `used` parameters."""
         for param, shard in self.shards.items():
             shard.grad = param.grad = None
@@ -198,9 +182,9 @@ class ShardedBucket:
             self._free()
 
     def _free(self) -> None:
-        self.bucket.flat.untyped_storage().resize_(0)
+        self.flat.untyped_storage().resize_(0)
 
     def _allocate(self) -> None:
-        storage = self.bucket.flat.untyped_storage()
+        storage = self.flat.untyped_storage()
         if not storage.nbytes():
-            storage.resize_(self.bucket.flat.nbytes)
+            storage.resize_(self.flat.nbytes)

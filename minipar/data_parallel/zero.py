@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
-from minipar.data_parallel.buckets import Bucket, make_buckets
+from minipar.data_parallel.buckets import make_buckets
 from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, options_of, step_chunks
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.memory import memory_for
 from minipar.data_parallel.optimizer_interface import State
 from minipar.data_parallel.optimizer_state import StateDict
-from minipar.data_parallel.reductions import ReduceBucket, reduce_plainly
+from minipar.data_parallel.reductions import ReduceBucket, ReduceOptions
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 from minipar.mesh import placement_of
@@ -93,19 +93,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ):
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
-        arguments.require_reduce(reduce)
         require_per_element(optimizer_cls, per_element)
         self.optimizer_cls, self._arguments, self.stage = optimizer_cls, kwargs, stage
-        self.reduce, self.algorithm = reduce, algorithm
-        self._master_dtype, self._reduce_dtype, self._axis = master_dtype, reduce_dtype, axis
+        self._options = ReduceOptions.of(reduce, algorithm, reduce_dtype or master_dtype, reduce_bucket)
+        self._master_dtype, self._axis = master_dtype, axis
         self._bucket_sizes = arguments.bucket_sizes(bucket_mb, first_bucket_mb)
         self._comm_of = arguments.function_of_parameter(comm)
-        self._memory, self.reduce_bucket = memory_for(offload, folder), reduce_bucket or reduce_plainly
+        self._memory = memory_for(offload, folder)
         self._chunks: list[ChunkOptimizer[ShardedBucket]] = []
         self._unreduced = True
-        self._pending: list[Callable[[], None]] = []
+        # In stage 2, at most two reduce-scatters at a time, since each holds a bucket of full gradients.
+        at_once = 2 if stage == 2 else None
         self.reducer: GradientReducer[ShardedBucket] = GradientReducer(
-            self._launch, self._finish, "ZeroOptimizer"
+            "ZeroOptimizer", self._finish, at_once=at_once
         )
         self.buckets = self.reducer.buckets
         # What all ranks must have in common, besides the parameters.
@@ -156,26 +156,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _make_chunks(self) -> None:
         """Put the trained parameters that have no bucket yet into new, sharded buckets."""
         self.reducer.check()
-        for bucket in self._make_buckets(self._trained_without_bucket()):
+        params = self._trained_without_bucket()
+        buckets = make_buckets(params, self._comm_of, *self._bucket_sizes, self._make_bucket)
+        for bucket in buckets:
             wide = self._master_dtype or bucket.flat.dtype
             chunk = ChunkOptimizer(
-                bucket, self.optimizer_cls, self._arguments, self.param_groups, wide, self._memory
+                bucket,
+                bucket.comm,
+                self.optimizer_cls,
+                self._arguments,
+                self.param_groups,
+                wide,
+                self._memory,
             )
             self._chunks.append(chunk)
             self._unreduced = True
-        self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
+        self.reducer.add(buckets)
 
-    def _make_buckets(self, params: list[nn.Parameter]) -> list[ShardedBucket]:
-        # In stage 2, a bucket's full gradients are freed as soon as they are reduced.
-        keep_full_grads = self.stage == 1
-        reduce_dtype = self._reduce_dtype or self._master_dtype
-        return [
-            self._sharded(bucket, keep_full_grads, reduce_dtype or bucket.flat.dtype)
-            for bucket in make_buckets(params, self._comm_of, *self._bucket_sizes)
-        ]
-
-    def _sharded(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype) -> ShardedBucket:
-        return ShardedBucket(bucket, keep_full_grads, reduce_dtype, self._axis)
+    def _make_bucket(
+        self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter]
+    ) -> ShardedBucket:
+        return ShardedBucket(params, comm, flagged, self._options, self.stage == 1, self._axis)
 
     def _trained_without_bucket(self) -> list[nn.Parameter]:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -244,7 +245,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients. After an exception in a backward, all are dropped, for what was reduced is a part."""
-        interrupted = self._reset_after_error()
+        interrupted = self.reducer.reset_after_error()
         self._shard_thawed()
         super().zero_grad(set_to_none)
         self._unreduced = True
@@ -252,31 +253,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets:
                 bucket.discard_grads()
 
-    def _reset_after_error(self) -> bool:
-        """If an exception ended the last backward, wait for its reductions, and reset. Return whether one did."""
-        if not self.reducer.interrupted():
-            return False
-        waits, self._pending = self._pending, []
-        for wait in waits:
-            wait()
-        self.reducer.begin()
-        return True
-
-    def _launch(self, bucket: ShardedBucket) -> None:
-        # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
-        if self.stage == 2 and len(self._pending) > 1:
-            self._pending.pop(0)()
-        self._pending.append(bucket.reduce(self.reduce, self.algorithm, self.reduce_bucket))
-
     def _finish(self) -> None:
-        """Wait for the reduce-scatters, and set the shards' `.grad`."""
+        """Set the shards' `.grad`."""
         comms = {p: bucket.comm for p, bucket in self.reducer.bucket_of.items()}
-        used = used_on_any_rank(comms, self.reducer.used, self.algorithm)
-        waits, self._pending = self._pending, []
-        for wait in waits:
-            wait()
+        used = used_on_any_rank(comms, self.reducer.used, self._options.algorithm)
         for bucket in self.buckets:
-            bucket.write(used)
+            bucket.write_shards(used)
         self._unreduced = False
 
     # The step -------------------------------------------------------------------------------------------------
@@ -293,7 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.check()
         self.reduce_pending()
         chunks = step_chunks(self._chunks, self.param_groups, grad_scale)
-        for handle in [chunk.bucket.gather(self.algorithm) for chunk in chunks]:
+        for handle in [chunk.bucket.gather() for chunk in chunks]:
             handle.wait()
         return loss
 

@@ -4,12 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minipar.data_parallel.buckets import ALIGNMENT_BYTES, flat_bytes, make_buckets
+from minipar.data_parallel.buckets import ALIGNMENT_BYTES, Bucket, flat_bytes, make_buckets
 from tests.strategies import shapes
 
 
 class Ranks:
     """As much of a Comm as planning buckets needs."""
+
+    rank = 0
 
     def __init__(self, size):
         self.size = size
@@ -27,7 +29,7 @@ def test_parameters_have_aligned_views_and_buckets_keep_limits(shapes_, limit, f
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])) for _ in shapes_]
     params = parameters(shapes_, dtypes)
     ranks = Ranks(size)
-    buckets = make_buckets(params, lambda _: ranks, limit, first)
+    buckets = make_buckets(params, lambda _: ranks, limit, first, Bucket)
     held = [p for bucket in buckets for p in bucket.params]
     assert {id(p) for p in held} == {id(p) for p in params}
     assert len(held) == len(params)
@@ -49,7 +51,7 @@ def test_parameters_have_aligned_views_and_buckets_keep_limits(shapes_, limit, f
 def test_views_do_not_overlap_and_leave_the_flags_alone(shapes_, size):
     params = parameters(shapes_, [torch.float64] * len(shapes_))
     ranks = Ranks(size)
-    for bucket in make_buckets(params, lambda _: ranks, 2000, 2000):
+    for bucket in make_buckets(params, lambda _: ranks, 2000, 2000, Bucket):
         for view in bucket.views.values():
             view += 1
         bucket.flags.add_(1)
@@ -61,7 +63,7 @@ def test_views_do_not_overlap_and_leave_the_flags_alone(shapes_, size):
 def test_the_last_parameters_fill_the_first_bucket_which_is_small():
     params = parameters([(100,)] * 6, [torch.float32] * 6)
     ranks = Ranks(2)
-    buckets = make_buckets(params, lambda _: ranks, 800, 400)
+    buckets = make_buckets(params, lambda _: ranks, 800, 400, Bucket)
     place = {p: i for i, p in enumerate(params)}
     places = [[place[p] for p in bucket.params] for bucket in buckets]
     assert places == [[5], [4, 3], [2, 1], [0]]
@@ -70,7 +72,9 @@ def test_the_last_parameters_fill_the_first_bucket_which_is_small():
 def test_parameters_of_different_comms_never_share_a_bucket():
     params = parameters([(10,)] * 4, [torch.float32] * 4)
     a, b = Ranks(2), Ranks(4)
-    buckets = make_buckets(params, lambda p: a if p is params[0] or p is params[2] else b, 10_000, 10_000)
+    buckets = make_buckets(
+        params, lambda p: a if p is params[0] or p is params[2] else b, 10_000, 10_000, Bucket
+    )
     assert sorted((bucket.comm.size, len(bucket.params), len(bucket.flagged)) for bucket in buckets) == [
         (2, 2, 2),
         (4, 2, 2),
@@ -81,7 +85,7 @@ def test_parameters_of_different_comms_never_share_a_bucket():
 def test_collecting_keeps_the_value_and_makes_the_gradient_a_view(kind):
     param = nn.Parameter(torch.zeros(3, 5))
     ranks = Ranks(2)
-    (bucket,) = make_buckets([param], lambda _: ranks, 1000, 1000)
+    (bucket,) = make_buckets([param], lambda _: ranks, 1000, 1000, Bucket)
     bucket.views[param].fill_(7)
     if kind != "none":
         param.grad = bucket.views[param] if kind == "view" else torch.full((5, 3), 4.0).t()

@@ -16,6 +16,7 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.data_parallel import DDP
 from minipar.data_parallel.buckets import flat_bytes
+from minipar.data_parallel.reductions import reduce_plainly
 from minipar.mesh import placement_of
 from minipar.model import Transformer, cross_entropy_sum
 from minipar.support.trace import Trace
@@ -161,9 +162,11 @@ class AveragesTheParameter(DDP):
 class NeverWritesBack(DDP):
     """A copy of the bucket is reduced."""
 
-    def _launch(self, bucket):
-        bucket.flat = bucket.flat.clone()
-        super()._launch(bucket)
+    def __init__(self, module, comm, **options):
+        def reduce_a_copy(reduction):
+            return reduce_plainly(reduction._replace(flat=reduction.flat.clone()))
+
+        super().__init__(module, comm, **options, reduce_bucket=reduce_a_copy)
 
 
 class DividesTwice(DDP):
@@ -251,16 +254,17 @@ def test_a_mean_of_means_is_seen():
 # Order of events ------------------------------------------------------------------------------------------------
 
 
-class WaitsInTheHook(DDP):
-    def _launch(self, bucket):
-        super()._launch(bucket)
-        self._handles[-1].wait()
+def wait_at_once(reduction):
+    handle = reduce_plainly(reduction)
+    handle.wait()
+    return handle
 
 
-def order_of_events(world, wrap):
+def order_of_events(world, reduce_bucket):
     """The backward of a chain of layers, as a list: gradient i is there, bucket i left, a wait for bucket i."""
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(5)))
-    ddp = wrap(layers, world, bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket a layer
+    # A bucket a layer.
+    ddp = DDP(layers, world, bucket_mb=1e-6, first_bucket_mb=1e-6, reduce_bucket=reduce_bucket)
     events = []
     all_reduce_ = world.all_reduce_
 
@@ -287,13 +291,13 @@ def assert_overlaps(events):
 
 
 def test_buckets_leave_during_the_backward_without_waiting():
-    for events in minipar.run(order_of_events, DDP, world_size=2):
+    for events in minipar.run(order_of_events, None, world_size=2):
         assert_overlaps(events)
         assert [index for what, index in events if what == "left"] == list(range(5))
 
 
 def test_waiting_in_the_hook_is_seen():
-    (events, _) = minipar.run(order_of_events, WaitsInTheHook, world_size=2)
+    (events, _) = minipar.run(order_of_events, wait_at_once, world_size=2)
     with pytest.raises(AssertionError, match="waited"):
         assert_overlaps(events)
 
@@ -402,7 +406,7 @@ def exception_after_a_bucket_left(world, set_to_none):
     with pytest.raises(ZeroDivisionError):
         (100 * ddp(torch.ones(1, 3, dtype=torch.float64))).sum().backward()
     hook.remove()
-    assert ddp._handles, "no bucket left before the exception"
+    assert ddp.reducer.under_way, "no bucket left before the exception"
     net.zero_grad(set_to_none)
     ddp(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
     alone = copy.deepcopy(net)

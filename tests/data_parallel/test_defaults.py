@@ -55,7 +55,7 @@ def bytes_of_a_step(world, widths) -> list[tuple[int, int, int]]:
         net(batch(world.rank, width)).square().sum().backward()
         zero.step()
         kinds = world.traffic.by_kind
-        flats = [flat_bytes(b.params, world.size, len(b.bucket.flagged)) for b in zero.buckets]
+        flats = [flat_bytes(b.params, world.size, len(b.flagged)) for b in zero.buckets]
         counts.append((kinds["reduce_scatter"], kinds["all_gather"], sum(flats)))
     return counts
 

@@ -209,7 +209,7 @@ def accumulated(world, stage, policy, size):
         if policy == "synchronize":
             optimizer.synchronize()
         optimizer.step()
-    flat = sum(flat_bytes(b.params, world.size, len(b.bucket.flagged)) for b in optimizer.buckets)
+    flat = sum(flat_bytes(b.params, world.size, len(b.flagged)) for b in optimizer.buckets)
     return {n: p.detach() for n, p in net.named_parameters()}, dict(world.traffic.by_kind), flat
 
 
@@ -257,7 +257,7 @@ def measured(world, stage, mixed):
         alive = held_bytes(before) - x.nbytes
         optimizer.step()
     sent = dict(world.traffic.by_kind)
-    flats = [flat_bytes(b.params, world.size, len(b.bucket.flagged)) for b in optimizer.buckets]
+    flats = [flat_bytes(b.params, world.size, len(b.flagged)) for b in optimizer.buckets]
     elems = [sum(t.numel() for t in tensors) for tensors in (net.parameters(), optimizer.shards)]
     count = len(optimizer.shards), *elems
     return alive, sent, sum(flats) // net[0].weight.itemsize, len(flats), count

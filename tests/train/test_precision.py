@@ -256,7 +256,7 @@ def sent_and_grads(world, config):
     return (
         world.traffic.by_kind["reduce_scatter"],
         elements,
-        sum(bucket.bucket.flat.untyped_storage().nbytes() for bucket in state.optimizer.buckets),
+        sum(bucket.flat.untyped_storage().nbytes() for bucket in state.optimizer.buckets),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Handle, Pending
 from minipar.data_parallel.arguments import CommOf, function_of_parameter
-from minipar.data_parallel.buckets import Layout, range_in_param, slice_of_chunk
+from minipar.data_parallel.flat_layout import Layout, range_in_param, slice_of_chunk
 from minipar.data_parallel.reductions import BucketReduction, reduce_plainly
 from minipar.extras.compress.plain_mean import Compressor, can_scatter
 from minipar.mesh import placement_of, set_placement

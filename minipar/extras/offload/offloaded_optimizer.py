@@ -41,7 +41,9 @@ class OffloadedOptimizer(TorchOptimizerAdapter):
         self._groups = [{**defaults, **group} for group in groups]
         trained = [flat for module in modules for flat in module.flats if flat.trained]
         self._chunks = [
-            ChunkOptimizer(_FlatChunk(flat), optimizer_cls, options, self._groups, master_dtype, flat.memory)
+            ChunkOptimizer(
+                flat, flat.comms[0], optimizer_cls, options, self._groups, master_dtype, flat.memory
+            )
             for flat in trained
         ]
 
@@ -71,20 +73,6 @@ class OffloadedOptimizer(TorchOptimizerAdapter):
             _mark_written(chunk)
 
 
-def _mark_written(chunk: ChunkOptimizer[_FlatChunk]) -> None:
+def _mark_written(chunk: ChunkOptimizer[FlatParameters]) -> None:
     """Mark the shards as changed, because FSDP may still hold the old values that it gathered from them."""
     torch.autograd.graph.increment_version(chunk.bucket.params)
-
-
-class _FlatChunk:
-    """A `Chunk` of flat parameters. The shards are the parameters themselves."""
-
-    def __init__(self, flat: FlatParameters):
-        self._flat, self.params = flat, flat.params
-        self.own, self.comm = flat.shard, flat.comm or flat.replicas[0]
-        self.shards = {param: param for param in flat.params}
-
-    def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
-        if self._flat.whole:
-            return self._flat.slice_of_full(param, chunk).view(self._flat.shapes[param])
-        return self._flat.slice_of_shard(param, chunk)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from minipar.comm import Comm
-from minipar.data_parallel.buckets import Bucket
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.zero import ZeroOptimizer
 from minipar.extras.optimizers.muon import ADAMW, newton_schulz_flops
@@ -66,18 +65,20 @@ class WholeParameterZero(ZeroOptimizer):
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         return {param: self._cost(param, group_of[param]) for param in params}
 
-    def _make_buckets(self, params: list[nn.Parameter]) -> list[ShardedBucket]:
+    def _make_chunks(self) -> None:
         by_comm: dict[Comm, dict[nn.Parameter, float]] = {}
-        for param, cost in self._costs(params).items():
+        for param, cost in self._costs(self._trained_without_bucket()).items():
             by_comm.setdefault(self._comm_of(param), {})[param] = cost
         for comm, costs in by_comm.items():
             self.owners |= zip(costs, assign([*costs.values()], comm.size))
-        return super()._make_buckets(params)
+        super()._make_chunks()
 
-    def _sharded(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype) -> ShardedBucket:
-        ordered = sorted(bucket.params, key=self.owners.__getitem__)
-        ordered_bucket = Bucket(ordered, bucket.comm, bucket.flagged)
-        return WholeParameterBucket(ordered_bucket, keep_full_grads, reduce_dtype, self._axis, self.owners)
+    def _make_bucket(
+        self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter]
+    ) -> ShardedBucket:
+        return WholeParameterBucket(
+            self.owners, params, comm, flagged, self._options, self.stage == 1, self._axis
+        )
 
 
 class WholeParameterBucket(ShardedBucket):
@@ -86,20 +87,13 @@ class WholeParameterBucket(ShardedBucket):
     A rank's shard of a parameter is either the complete parameter, with its shape and placement, or empty.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        keep_full_grads: bool,
-        reduce_dtype: torch.dtype,
-        axis: str,
-        owners: dict[nn.Parameter, int],
-    ):
+    def __init__(self, owners: dict[nn.Parameter, int], params: list[nn.Parameter], *arguments: Any):
         self._owners = owners
-        super().__init__(bucket, keep_full_grads, reduce_dtype, axis)
+        super().__init__(sorted(params, key=owners.__getitem__), *arguments)
 
-    def _chunk_sizes(self) -> list[int]:
+    def chunk_sizes(self, num_ranks: int) -> list[int]:
         """Return the sizes of the ranks' chunks. A chunk starts at its first parameter; padding and flags come last."""
-        end, sizes = len(self.flat), [0] * self.comm.size
+        end, sizes = self.size, [0] * num_ranks
         for param in reversed(self.params):
             sizes[self._owners[param]] += end - self.layout[param][0]
             end = self.layout[param][0]
@@ -109,9 +103,9 @@ class WholeParameterBucket(ShardedBucket):
         part = super().slice_of_chunk(param, chunk)
         return part.view(param.shape) if part.numel() else part
 
-    def _placement_of_shard(self, param: nn.Parameter) -> Placement:
+    def placement_of_shard(self, param: nn.Parameter) -> Placement:
         mine = self._owners[param] == self.comm.rank
-        return placement_of(param) if mine else super()._placement_of_shard(param)
+        return placement_of(param) if mine else super().placement_of_shard(param)
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
