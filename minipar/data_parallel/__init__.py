@@ -12,11 +12,10 @@ ddp.py                     DDP: every rank has a replica, and gradients are all-
 sharded_bucket.py          a bucket of which each rank owns a chunk
 memory.py                  where shards and states are kept between updates: on the device, in CPU memory or on disk
 chunk_optimizer.py         the optimizer of one chunk
-elementwise_optimizers.py  which optimizers can update a shard of a parameter
 unused_parameters.py       finding the parameters that at least one rank used
 optimizer_state.py         saving and loading a sharded optimizer's state dict: gathered, or this rank's part
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
-freed_parameter.py         the error on using a parameter whose unit is resharded
+fsdp_guards.py             what FSDP refuses: one rank's part saved or loaded, freed and changed parameters, compiled units
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
 flat_gradients.py          a unit's gradients, reduced to shards
 fsdp_unit.py               FSDP's units: which modules and parameters they are, their order, and when each is reduced

@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.comm.agreement import require_equal
 from minipar.mesh import Placement, placement_of, set_placement
+from minipar.support.errors import one_of
 
 MIB = 2**20  # bytes
 
 CommOf = Callable[[Tensor], Comm]  # parameter -> its Comm
 ParamGroup = dict[str, Any]  # one of a torch optimizer's param_groups: "params", and options
 MaybeComm = TypeVar("MaybeComm", Comm, Comm | None)
+
+# The per-element classes of torch.optim. Not per element: Adafactor, Muon, LBFGS, SparseAdam.
+ELEMENTWISE_OPTIMIZERS = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+]
 
 
 def function_of_parameter(comm: MaybeComm | Callable[[Tensor], MaybeComm]) -> Callable[[Tensor], MaybeComm]:
@@ -65,6 +82,25 @@ def _described(x: Tensor) -> str:
     split = place is not None and place.local_shape != place.global_shape
     part = f" of {place.global_shape} at {place.rows or place.start}" if place is not None and split else ""
     return f"{tuple(x.shape)}{part} {x.dtype} {'trained' if x.requires_grad else 'frozen'}"
+
+
+def require_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer], per_element: bool) -> None:
+    """Raise ValueError unless the optimizer can update a shard.
+
+    An optimizer can update a shard if it updates each element independently (known by its class, or stated by
+    `per_element`), or if it sums its norms over the shards itself.
+    LAMB rescales a parameter's step by the parameter's norm, which a shard does not have: the squares must be summed over
+    the ranks with the other shards, as `Lamb` does. Adafactor and Muon use whole rows and columns of a matrix.
+    """
+    known = {getattr(torch.optim, name) for name in ELEMENTWISE_OPTIMIZERS}
+    if per_element or optimizer_cls in known or getattr(optimizer_cls, "sums_over_shards", False):
+        return
+    name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
+    raise ValueError(
+        f"optimizer_cls={name} is not known to update each element from that element alone, which a shard "
+        f"needs; use {one_of([*ELEMENTWISE_OPTIMIZERS, 'Lamb'])}, pass per_element=True if it does, or use "
+        "WholeParameterZero, which cuts no parameter"
+    )
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:

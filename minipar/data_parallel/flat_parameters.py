@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
 from minipar.data_parallel.flat_layout import FlatLayout
-from minipar.data_parallel.freed_parameter import allow_use, forbid_use
+from minipar.data_parallel.fsdp_guards import allow_use, forbid_use
 from minipar.data_parallel.memory import Memory
 from minipar.mesh import placement_of, set_placement
 from minipar.model.init import materialise

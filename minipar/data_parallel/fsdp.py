@@ -23,9 +23,15 @@ from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
-from minipar.data_parallel.elementwise_optimizers import watch_optimizers
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.fsdp_guards import (
+    NoPartialState,
+    refuse_added,
+    refuse_compile,
+    refuse_copy_of_fsdp,
+    require_shardable,
+)
 from minipar.data_parallel.fsdp_unit import (
     Unit,
     UnitChoice,
@@ -33,7 +39,6 @@ from minipar.data_parallel.fsdp_unit import (
     UnitReducer,
     find_units,
     group_parameters,
-    refuse_compile,
     unit_of_parameter,
 )
 from minipar.data_parallel.gradient_reducer import take_over
@@ -93,25 +98,25 @@ class FSDP(nn.Module):
                   Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
-    per_element   True: allow the step of an optimizer that is not known to update each element from that element alone
     reduce_bucket what starts to reduce a unit's gradients, in place of `reduce_plainly`: see reductions.py
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
-    optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
-    with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
-    norm of a shard as that of the parameter. All ranks must run the same units in the same order. Messages carry the unit's
-    name, so ranks that run different units get a deadlock that names both; not with torch's own collectives, as on NCCL.
+    optimizer must update each element from that element alone, as AdamW does, or sum its norms over `comm`, as Lamb
+    does: FSDP never sees it, so the wrong class is wrong without a word. Its `state_dict()` is this rank's part: save
+    it with minipar.extras.checkpoints.dcp, which writes all parts. Clip with `minipar.clip_grad_norm_(shards, max_norm,
+    comm)`: torch's own function raises on shards, since it would use the norm of a shard as that of the parameter. All
+    ranks must run the same units in the same order. Messages carry the unit's name, so ranks that run different units
+    get a deadlock that names both; not with torch's own collectives, as on NCCL.
     The unit whose forward ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks:
     a compiled module may be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
     torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
     containers.
 
     Save and load with `full_state_dict`, `load_full_state_dict` or, inside `summon_full_parameters`, as ever. Elsewhere
-    `state_dict` and `load_state_dict` of any module with shards inside raise, as does `state_dict` of an optimizer that has
-    stepped with shards: each would be one rank's part. minipar.extras.checkpoints.dcp writes all parts.
+    `state_dict` and `load_state_dict` of any module with shards inside raise: each would be one rank's part.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
@@ -120,11 +125,10 @@ class FSDP(nn.Module):
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
     activation checkpoint over several units, also those of them with a frozen parameter.
-    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
-    not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
-    replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
-    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
-    wrapper or of a module with shards inside.
+    Raises ValueError for a bad argument, and for ranks whose models or options differ; RuntimeError where a resharded
+    parameter is used, a parameter was moved, thawed, added or replaced, one rank's part would be saved or loaded, a
+    gradient is sparse, or the backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it
+    searches containers and dataclasses); TypeError for a copy of the wrapper or of a module with shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -148,7 +152,6 @@ class FSDP(nn.Module):
         folder: str | None = None,
         axis: str = "dp",
         broadcast_buffers: bool = True,
-        per_element: bool = False,
         reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
@@ -162,6 +165,7 @@ class FSDP(nn.Module):
         arguments.require_whole(module.parameters(), "a second FSDP")
         take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
+        require_shardable(module, modules)
         owner = unit_of_parameter(modules)
         self.units = [Unit(name, m) for name, m in modules]
         comm_of = arguments.function_of_parameter(comm)
@@ -194,7 +198,6 @@ class FSDP(nn.Module):
             full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
             unit.gradients.append(FlatGradients(flat, reduce_options))
-        full_state.require_values_of_buffers(module)
         self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
         copy_buffers_of_rank0(module, self._comms_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -206,9 +209,8 @@ class FSDP(nn.Module):
         self._reset_backward_state()
         self._install_hooks()
         shards = {p for flat in self.flats if not flat.whole for p in flat.params}
-        self.no_partial_state = full_state.NoPartialState()
+        self.no_partial_state = NoPartialState()
         self.no_partial_state.attach(module, shards)
-        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,19 +315,10 @@ class FSDP(nn.Module):
 
     def check(self) -> None:
         """Raise RuntimeError if parameters were moved, cast, thawed, added or replaced since the module was wrapped."""
-        if self.no_partial_state.whole:
-            raise RuntimeError(
-                "inside summon_full_parameters() FSDP neither runs nor gathers; use the module's own state_dict() and "
-                "load_state_dict() there, and everything else outside"
-            )
+        self.no_partial_state.check()
         for flat in self.flats:
             flat.check()
-        for name, param in self.module.named_parameters():
-            if param not in self.reducer.gradients_of:
-                raise RuntimeError(
-                    f"the parameter {name} was added or replaced after FSDP had wrapped the module, and ranks would not "
-                    "train it alike; change the module first, then wrap it"
-                )
+        refuse_added(self.module, self.reducer.gradients_of)
 
     def _end_forward(self) -> None:
         """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
@@ -380,7 +373,7 @@ class FSDP(nn.Module):
             name = self.reducer.gradients_of[param].flat.names[param]
             raise RuntimeError(
                 f"the backward reached {name}, but not through the output of its unit, {unit.name!r}, in which there is "
-                "no tensor to be seen; return the tensors, in containers, dataclasses or attributes of an object"
+                "no tensor to be seen; return the tensors, in containers or dataclasses"
             )
         self.reducer.collect_grad(param, gradient)
 
@@ -483,4 +476,4 @@ class FSDP(nn.Module):
             yield
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        full_state.refuse_copy_of_fsdp()
+        refuse_copy_of_fsdp()

@@ -1,61 +1,19 @@
-"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once.
-
-A state dict of shards would be one rank's part, saved or loaded without a word, so it is refused.
-"""
+"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.arguments import refuse_copy
 from minipar.data_parallel.flat_parameters import FlatParameters
+from minipar.data_parallel.fsdp_guards import NoPartialState
 from minipar.mesh import Placement, placement_of
 
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (canonical name, shape) -> the parameter's value
 InitPart = Callable[[Placement], Tensor]  # Placement -> the value of the part that it describes
-
-
-class NoPartialState:
-    """A hook of each module with shards inside: its `state_dict` and `load_state_dict` raise, as does a copy of the module.
-
-    whole   True inside `summon_full_parameters`: the parameters are not shards, and nothing raises
-    """
-
-    def __init__(self) -> None:
-        self.whole = False
-
-    def attach(self, module: nn.Module, shards: set[nn.Parameter]) -> None:
-        for m in module.modules():
-            if not shards.isdisjoint(m.parameters()):
-                m.register_state_dict_pre_hook(self.before_save)
-                m.register_load_state_dict_pre_hook(self.before_load)
-
-    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self.whole and not keep_vars:  # keep_vars=True asks for the parameters themselves
-            raise RuntimeError(
-                f"state_dict() of {type(module).__name__}, which FSDP has sharded, would be this rank's part alone; use "
-                "full_state_dict() of the FSDP, called on every rank (save_pretrained takes it as state_dict=), or call "
-                "state_dict() inside summon_full_parameters()"
-            )
-
-    def before_load(self, module: nn.Module, *args: Any) -> None:
-        if not self.whole:
-            raise RuntimeError(
-                f"load_state_dict() of {type(module).__name__}, which FSDP has sharded, would load this rank's part alone; "
-                "use load_full_state_dict(state) of the FSDP"
-            )
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
-
-
-def refuse_copy_of_fsdp() -> NoReturn:
-    refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
 
 
 def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | None, axis: str) -> None:
@@ -78,14 +36,6 @@ def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | N
         return placement.slice_of(init(placement.name, placement.global_shape))
 
     flat.cut(axis, part_of)
-
-
-def require_values_of_buffers(module: nn.Module) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"the buffer {name} is on the meta device; give it a value before the module is wrapped"
-            )
 
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:

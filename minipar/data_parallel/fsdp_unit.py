@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from minipar.comm import Comm
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters
+from minipar.data_parallel.fsdp_guards import NamedModule
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 
 
@@ -37,11 +36,6 @@ class Unit:
         for flat in self.flats:
             flat.unshard()
 
-    def advise_read(self) -> None:
-        """Tell the operating system that the shards will be read, if they are on disk."""
-        for flat in self.flats:
-            flat.memory.advise_read(flat.own)
-
     def use_unsharded(self) -> None:
         for flat in self.flats:
             flat.use_unsharded()
@@ -53,14 +47,6 @@ class Unit:
     def reshard(self, forbid: bool = False) -> None:
         for flat in self.flats:
             flat.reshard(forbid)
-
-    def reduce(self) -> None:
-        for gradients in self.gradients:
-            gradients.reduce()
-
-    def advance_reduction(self) -> None:
-        for gradients in self.gradients:
-            gradients.advance()
 
 
 class UnitOrder:
@@ -104,8 +90,9 @@ class UnitOrder:
         following = self._following(unit, order)
         if self.prefetch and following is not None:
             following.unshard()
-            if (after := self._following(following, order)) is not None:
-                after.advise_read()
+            after = self._following(following, order)
+            for flat in () if after is None else after.flats:
+                flat.memory.advise_read(flat.own)
         unit.use_unsharded()
 
     def delay_reshard(self, unit: Unit) -> None:
@@ -139,7 +126,6 @@ class UnitReducer:
 
     def begin(self) -> None:
         self._reduced_units: list[Unit] = []
-        self._reducing: Unit | None = None
 
     def collect_grad(self, param: nn.Parameter, gradient: Tensor) -> None:
         self.used.add(param)
@@ -147,10 +133,10 @@ class UnitReducer:
 
     def reduce(self, unit: Unit) -> None:
         """Wait for the previous unit's reduce-scatter, then start this unit's, so at most two units hold full gradients."""
-        if self._reducing is not None:
-            self._reducing.advance_reduction()
-        unit.reduce()
-        self._reducing = unit
+        for gradients in self._reduced_units[-1].gradients if self._reduced_units else ():
+            gradients.advance()
+        for gradients in unit.gradients:
+            gradients.reduce()
         self._reduced_units.append(unit)
 
     def finish(self) -> None:
@@ -190,7 +176,6 @@ class UnitReducer:
         self.used.clear()
 
 
-NamedModule = tuple[str, nn.Module]
 # A module class, a tuple or list of them, or a predicate; None: the whole module is one unit.
 UnitChoice = (
     type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool] | None
@@ -200,8 +185,6 @@ UnitChoice = (
 def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule], bool]:
     """Return (name, module) of the root and every match of `units`, outer modules first; and whether the root matches."""
     if units is None:
-        _refuse_old_norms([("root", module)])
-        refuse_compiled(module, [("root", module)])
         return [("root", module)], True
 
     def matches(m: nn.Module) -> bool:
@@ -214,42 +197,7 @@ def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule],
             f"units={units!r} matches no module inside {type(module).__name__}; "
             "use a module class, a tuple of them, a predicate, or None for all of it as one unit"
         )
-    _refuse_old_norms([("root", module), *found])
-    refuse_compiled(module, [("root", module), *found])
     return [("root", module), *found], matches(module)
-
-
-def _refuse_old_norms(modules: list[NamedModule]) -> None:
-    """Raise ValueError if a hook computes a unit's weight before the unit's forward, when it is still sharded."""
-    for name, module in modules:
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise ValueError(
-                    f"torch.nn.utils.{hook.__module__.split('.')[-1]} of unit {name!r} computes {hook.name} before the "
-                    "unit's forward, which is too early; use the one in torch.nn.utils.parametrizations"
-                )
-
-
-def refuse_compiled(root: nn.Module, modules: list[NamedModule]) -> None:
-    """Raise ValueError if torch.compile would trace the forward of a unit, and with it FSDP's hooks."""
-    for around in root.modules():
-        in_place = getattr(around, "_compiled_call_impl", None) is not None
-        if not in_place and type(around).__name__ != "OptimizedModule":
-            continue
-        inside = {id(m) for m in around.modules() if in_place or m is not around}
-        for name in (name for name, m in modules if id(m) in inside):
-            raise ValueError(
-                f"unit {name!r} is inside what torch.compile traces, which cannot trace FSDP's hooks; make what "
-                "torch.compile(module) returns the unit, or compile modules inside the units"
-            )
-
-
-def refuse_compile(name: str, *_: object, **__: object) -> None:
-    """Raise RuntimeError. This function replaces the `compile` method of a wrapped module."""
-    raise RuntimeError(
-        f"unit {name!r} is wrapped in FSDP, whose hooks torch.compile cannot trace; compile first, and make what "
-        "torch.compile(module) returns the unit, or compile modules inside it"
-    )
 
 
 def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]:

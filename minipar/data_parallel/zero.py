@@ -17,7 +17,6 @@ from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
 from minipar.data_parallel.buckets import make_buckets
 from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, options_of, step_chunks
-from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.memory import memory_for
 from minipar.data_parallel.optimizer_interface import State
@@ -93,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ):
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
-        require_per_element(optimizer_cls, per_element)
+        arguments.require_per_element(optimizer_cls, per_element)
         self.optimizer_cls, self._arguments, self.stage = optimizer_cls, kwargs, stage
         self._options = ReduceOptions.of(reduce, algorithm, reduce_dtype or master_dtype, reduce_bucket)
         self._master_dtype, self._axis = master_dtype, axis

@@ -30,7 +30,7 @@ from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig, schedule_of
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
-from minipar.data_parallel.arguments import CommOf
+from minipar.data_parallel.arguments import CommOf, require_per_element
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
 from minipar.data_parallel.memory import RestingPlace
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
@@ -281,6 +281,8 @@ def optimizer_over(
     groups = family.groups(_named(modules), config.weight_decay)
     cls = family.optimizer_class(mesh)
     options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
+    if config.zero == 3:
+        require_per_element(cls, per_element=False)
     memory: RestingPlace = config.choice("offload").load()
     if (offloaded := memory.optimizer(config, modules, groups, cls, **options)) is not None:
         return offloaded

@@ -205,7 +205,9 @@ BEFORE = {
         optimizer_before("fsdp", adam), lambda: adam_in_one_process(0), f"^{RIGHT}$|optimizer"
     ),
     "an Adam that has stepped before FSDP": Misuse(
-        optimizer_before("fsdp", adam, 1), lambda: adam_in_one_process(1), "optimizer"
+        optimizer_before("fsdp", adam, 1),
+        lambda: adam_in_one_process(1),
+        "size of tensor",  # torch's own words
     ),
     "an optimizer made before the cut": Misuse(optimizer_before("tp"), one_process, f"^{RIGHT}$|optimizer"),
 }

@@ -1,6 +1,7 @@
 """Every option of a strategy reaches it, and a mesh with it gives the numbers of one process."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from minipar.context.usp import usp_attention
 from minipar.extras.optimizers.families import lamb_over
 from minipar.extras.optimizers.lamb import Lamb
 from minipar.mesh import Mesh, Placement, set_placement
-from minipar.train.parallelize import parallelize
+from minipar.train.optim import AdamW
+from minipar.train.parallelize import optimizer_over, parallelize
 from minipar.train.verification.verify import table, verify
 from tests.strategies import assert_equal_to
 
@@ -129,3 +131,19 @@ def test_lamb_scales_by_the_norms_of_whole_parameters():
     for _, same, tied in parts:
         assert_equal_to(same, whole.detach())
         assert_equal_to(tied, whole.detach())
+
+
+class OfARow(AdamW):
+    """A family whose update of an element depends on others: Adafactor's on rows and columns."""
+
+    def optimizer_class(self, mesh=None):
+        return torch.optim.Adafactor
+
+
+def test_zero_3_refuses_an_optimizer_not_known_to_be_per_element():
+    config = replace(DEFAULTS, zero=3)
+    with (
+        patch.object(type(config.choice("optimizer")), "load", lambda _: OfARow()),
+        pytest.raises(ValueError, match="optimizer_cls=Adafactor is not known to update each element"),
+    ):
+        optimizer_over(config, None, [], None)
