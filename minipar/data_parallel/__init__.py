@@ -18,8 +18,9 @@ zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, 
 fsdp_guards.py             what FSDP refuses: one rank's part saved or loaded, freed and changed parameters, compiled units
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
 flat_gradients.py          a unit's gradients, reduced to shards
-fsdp_unit.py               FSDP's units: which modules and parameters they are, their order, and when each is reduced
-fsdp_full_state.py         making FSDP's shards from full parameters, and gathering them again
+fsdp_unit.py               FSDP's units: their order, and when each is reduced
+fsdp_wrapping.py           which modules are units, which parameters each has, and how these become shards
+fsdp_full_state.py         FSDP's parameters unsharded all at once: the full state dict, out and in, and a context
 fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
 optimizer_interface.py     one optimizer interface for every ZeRO stage
 loss_scaler.py             dynamic loss scaling, for gradients in fp16

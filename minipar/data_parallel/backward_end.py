@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
@@ -69,6 +70,20 @@ class BackwardEnd:
         if finish is not None:
             finish()
         self.armed = False
+
+
+class Synchronised:
+    """Whether backwards reduce gradients; and whether some may be `unreduced`, the same on every rank."""
+
+    synchronised = unreduced = True
+
+    @contextmanager
+    def reducing(self, synchronised: bool) -> Iterator[None]:
+        before, self.synchronised = self.synchronised, synchronised
+        try:
+            yield
+        finally:
+            self.synchronised, self.unreduced = before, True
 
 
 class LastOf:

@@ -23,24 +23,15 @@ from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
-from minipar.data_parallel.flat_gradients import FlatGradients
-from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.flat_parameters import State
 from minipar.data_parallel.fsdp_guards import (
     NoPartialState,
     refuse_added,
     refuse_compile,
     refuse_copy_of_fsdp,
-    require_shardable,
 )
-from minipar.data_parallel.fsdp_unit import (
-    Unit,
-    UnitChoice,
-    UnitOrder,
-    UnitReducer,
-    find_units,
-    group_parameters,
-    unit_of_parameter,
-)
+from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, UnitReducer
+from minipar.data_parallel.fsdp_wrapping import Init, InitPart, UnitChoice, Wrapping, make_units
 from minipar.data_parallel.gradient_reducer import take_over
 from minipar.data_parallel.memory import memory_for
 from minipar.data_parallel.reductions import ReduceBucket, ReduceOptions
@@ -146,8 +137,8 @@ class FSDP(nn.Module):
         prefetch: bool = True,
         algorithm: str = "auto",
         replicas: Comm | Callable[[Tensor], Comm | None] | None = None,
-        init: full_state.Init | None = None,
-        init_part: full_state.InitPart | None = None,
+        init: Init | None = None,
+        init_part: InitPart | None = None,
         offload: str | None = None,
         folder: str | None = None,
         axis: str = "dp",
@@ -155,62 +146,35 @@ class FSDP(nn.Module):
         reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
-        reduce_options = ReduceOptions.of(reduce, algorithm, reduce_dtype, reduce_bucket)
         if reduce_bucket is not None and replicas is not None:
             raise ValueError(
                 "reduce_bucket replaces one reduction, and replicas add a second one; use one of the two"
             )
-        self.module, self.compute_dtype = module, compute_dtype
+        reduction = ReduceOptions.of(reduce, algorithm, reduce_dtype, reduce_bucket)
+        self._comms_of = arguments.function_of_parameter(comm), arguments.function_of_parameter(replicas)
+        self.module, self.compute_dtype, self.broadcast_buffers = module, compute_dtype, broadcast_buffers
+        shared = dict(
+            shard_rest=shard_rest, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype, reduce=reduce, prefetch=prefetch, algorithm=algorithm,
+            broadcast_buffers=broadcast_buffers, reduce_bucket=reduce_bucket is not None,
+            on_meta_device=any(p.is_meta for p in module.parameters()),
+        )  # fmt: skip
         place_whole(module)
         arguments.require_whole(module.parameters(), "a second FSDP")
         take_over(module.parameters(), "FSDP")
-        modules, root_is_unit = find_units(module, units)
-        require_shardable(module, modules)
-        owner = unit_of_parameter(modules)
-        self.units = [Unit(name, m) for name, m in modules]
-        comm_of = arguments.function_of_parameter(comm)
-        replicas_of = arguments.function_of_parameter(replicas)
-        rest_is_replicated = not shard_rest and not root_is_unit
-        named: dict[Tensor, str] = {
-            p: f"{n} in unit {modules[owner[p]][0]!r}" for n, p in module.named_parameters()
-        }
-        named |= {buffer: f"buffer {name}" for name, buffer in module.named_buffers()}
-        options = dict(
-            shard_rest=shard_rest,
-            reshard_after_forward=reshard_after_forward,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            reduce=reduce,
-            prefetch=prefetch,
-            algorithm=algorithm,
-            broadcast_buffers=broadcast_buffers,
-            reduce_bucket=reduce_bucket is not None,
-            on_meta_device=any(p.is_meta for p in module.parameters()),
-        )
-        for of in (comm_of, replicas_of):
-            shared = {x: ranks for x in named if (ranks := of(x)) is not None}
-            arguments.require_same_parameters(shared.__getitem__, [(named[x], x) for x in shared], options)
         memory = memory_for(offload, folder)
-        groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
-        for key, params in groups.items():
-            unit = self.units[key.unit]
-            flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
-            full_state.init_shards(flat, init, init_part, axis)
-            unit.flats.append(flat)
-            unit.gradients.append(FlatGradients(flat, reduce_options))
-        self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
+        how = Wrapping(*self._comms_of, shard_rest, compute_dtype, reduction, memory, init, init_part, axis)
+        self.units = make_units(module, units, how, shared)
         copy_buffers_of_rank0(module, self._comms_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.reducer = UnitReducer(self.units, algorithm)
         self.order = UnitOrder(reshard_after_forward, prefetch)
-        self._synchronised = True
         self._depth = 0  # the number of nested units that are in their forward
         self._end = BackwardEnd(self._finish, self._use_sharded)
         self._reset_backward_state()
         self._install_hooks()
         shards = {p for flat in self.flats if not flat.whole for p in flat.params}
-        self.no_partial_state = NoPartialState()
-        self.no_partial_state.attach(module, shards)
+        self.no_partial_state = NoPartialState(module, shards)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,11 +270,11 @@ class FSDP(nn.Module):
             unit.output_is_hidden = False
         self.check()
         for flat in self.flats:
-            if self._synchronised or self.order.reshard_after_forward or flat.stale():
+            if self.reducer.synchronised or self.order.reshard_after_forward or flat.stale():
                 flat.reshard(forbid=True)
             else:
                 flat.use_sharded(forbid=flat.state is State.SHARDED)
-        if self.broadcast_buffers and self._synchronised and torch.is_grad_enabled():
+        if self.broadcast_buffers and self.reducer.synchronised and torch.is_grad_enabled():
             copy_buffers_of_rank0(self.module, self._comms_of)
 
     def check(self) -> None:
@@ -360,9 +324,9 @@ class FSDP(nn.Module):
         if unit.active > 0:
             return
         unit.active = 0
-        if self._synchronised or self.order.reshard_after_forward:
+        if self.reducer.synchronised or self.order.reshard_after_forward:
             unit.reshard(forbid=True)
-        if self._synchronised:
+        if self.reducer.synchronised:
             self.reducer.reduce(unit)
 
     def _on_gradient(self, i: int, param: nn.Parameter) -> None:
@@ -383,16 +347,14 @@ class FSDP(nn.Module):
 
     def _finish(self) -> None:
         """At the end of a backward, reshard every unit, reduce the remaining gradients, and write the shards' `.grad`."""
-        if not self._synchronised:
-            for unit in self.units:
-                unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
-            self.reducer.accumulates = True
-            self._reset_backward_state()
-            return
+        stays = not self.reducer.synchronised and not self.order.reshard_after_forward
         for unit in self.units:
-            unit.reshard()
-        self.reducer.finish()
-        self.order.pending_reshard = None
+            unit.use_sharded() if stays else unit.reshard()
+        if self.reducer.synchronised:
+            self.reducer.finish()
+            self.order.pending_reshard = None
+        else:
+            self.reducer.accumulates = True
         self._reset_backward_state()
 
     def _use_sharded(self) -> None:
@@ -402,9 +364,8 @@ class FSDP(nn.Module):
 
     def _reset(self) -> None:
         """After an exception, reshard every unit and forget the unfinished forward or backward."""
-        self._depth, self.order.pending_reshard = 0, None
-        for unit in self.units:
-            unit.reshard()
+        self._depth = 0
+        self.reshard()
         self._reset_backward_state()
 
     def _abandon_backward(self) -> None:
@@ -426,21 +387,13 @@ class FSDP(nn.Module):
         `.grad`: its own `zero_grad` drops them, an optimizer's `zero_grad` cannot. With `reshard_after_forward=False`,
         units also stay unsharded inside the context, so there is one all-gather instead of one per backward.
         """
-        return self._reducing(False)
-
-    @contextmanager
-    def _reducing(self, synchronised: bool) -> Iterator[None]:
-        before, self._synchronised = self._synchronised, synchronised
-        try:
-            yield
-        finally:
-            self._synchronised = before
+        return self.reducer.reducing(False)
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
         if self._end.armed:
             self._abandon_backward()
-        with self._reducing(True):
+        with self.reducer.reducing(True):
             self._reset_backward_state()
             self._finish()
 

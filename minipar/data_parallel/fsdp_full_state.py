@@ -1,8 +1,8 @@
-"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once."""
+"""FSDP's parameters unsharded all at once: the full state dict, out and in, and a context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,32 +10,6 @@ from torch import Tensor, nn
 
 from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.data_parallel.fsdp_guards import NoPartialState
-from minipar.mesh import Placement, placement_of
-
-Init = Callable[[str, tuple[int, ...]], Tensor]  # (canonical name, shape) -> the parameter's value
-InitPart = Callable[[Placement], Tensor]  # Placement -> the value of the part that it describes
-
-
-def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | None, axis: str) -> None:
-    """Shard rank 0's parameters. For parameters on the meta device, shard values that `init` or `init_part` makes."""
-    if not any(p.is_meta for p in flat.params):
-        flat.cut(axis)
-        return
-    if init is None and init_part is None:
-        name = next(flat.names[p] for p in flat.params if p.is_meta)
-        raise ValueError(
-            f"{name} is on the meta device and init is None; pass init=(canonical name, shape) -> value"
-        )
-    placements = {p: placement_of(p).flatten_range(*flat.part(p)) for p in flat.params}
-
-    def part_of(param: nn.Parameter) -> Tensor:
-        placement = placements[param]
-        if init_part is not None:
-            return init_part(placement)
-        assert init is not None
-        return placement.slice_of(init(placement.name, placement.global_shape))
-
-    flat.cut(axis, part_of)
 
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:

@@ -12,26 +12,24 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.data_parallel.arguments import refuse_copy
 
-NamedModule = tuple[str, nn.Module]
-
 # Before it is wrapped ---------------------------------------------------------------------------------------------
 
 
-def require_shardable(root: nn.Module, units: Sequence[NamedModule]) -> None:
+def require_shardable(root: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Raise ValueError if a unit's weight is computed too early, a unit is traced, or a buffer has no value."""
-    for name, module in units:
+    for name, module in units.items():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
                 raise ValueError(
-                    f"torch.nn.utils.{hook.__module__.split('.')[-1]} of unit {name!r} computes {hook.name} before the "
-                    "unit's forward, which is too early; use the one in torch.nn.utils.parametrizations"
+                    f"torch.nn.utils.{hook.__module__.split('.')[-1]} of unit {name!r} computes {hook.name} before "
+                    "the unit's forward, which is too early; use the one in torch.nn.utils.parametrizations"
                 )
     for around in root.modules():
         in_place = getattr(around, "_compiled_call_impl", None) is not None
         if not in_place and type(around).__name__ != "OptimizedModule":
             continue
         inside = {id(m) for m in around.modules() if in_place or m is not around}
-        for name in (name for name, m in units if id(m) in inside):
+        for name in (name for name, m in units.items() if id(m) in inside):
             raise ValueError(
                 f"unit {name!r} is inside what torch.compile traces, which cannot trace FSDP's hooks; make what "
                 "torch.compile(module) returns the unit, or compile modules inside the units"
@@ -60,10 +58,8 @@ class NoPartialState:
     whole   True inside `summon_full_parameters`: the parameters are not shards, and these raise nothing, but `check` does
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, shards: set[nn.Parameter]) -> None:
         self.whole = False
-
-    def attach(self, module: nn.Module, shards: set[nn.Parameter]) -> None:
         for m in module.modules():
             if not shards.isdisjoint(m.parameters()):
                 m.register_state_dict_pre_hook(self.before_save)

@@ -1,17 +1,15 @@
-"""FSDP's units, modules whose parameters are unsharded together: which parameters a unit has, and the order of units."""
+"""FSDP's units, modules whose parameters are unsharded together: their order, and when each is reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.data_parallel.backward_end import Synchronised
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters
-from minipar.data_parallel.fsdp_guards import NamedModule
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 
 
@@ -82,8 +80,7 @@ class UnitOrder:
 
     def unshard(self, unit: Unit, backward: bool) -> None:
         """Reshard the unit whose resharding was delayed, unshard this unit, and prefetch the next."""
-        if self.pending_reshard is not None and self.pending_reshard is not unit:
-            self.pending_reshard.reshard(forbid=True)
+        self.delay_reshard(unit)
         self.pending_reshard = None
         unit.unshard()
         order = self.backward_order if backward else self.forward_order
@@ -107,7 +104,7 @@ class UnitOrder:
         return next(iter(order[order.index(unit) + 1 :]), None)
 
 
-class UnitReducer:
+class UnitReducer(Synchronised):
     """The gradient reduction of all units: each unit after its own backward, the rest at the end of the whole backward.
 
     units         FSDP's units, outer ones first
@@ -174,73 +171,3 @@ class UnitReducer:
         for gradients in self.gradients:
             gradients.discard()
         self.used.clear()
-
-
-# A module class, a tuple or list of them, or a predicate; None: the whole module is one unit.
-UnitChoice = (
-    type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool] | None
-)
-
-
-def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule], bool]:
-    """Return (name, module) of the root and every match of `units`, outer modules first; and whether the root matches."""
-    if units is None:
-        return [("root", module)], True
-
-    def matches(m: nn.Module) -> bool:
-        kinds = tuple(units) if isinstance(units, list) else units
-        return isinstance(m, kinds) if isinstance(kinds, type | tuple) else kinds(m)
-
-    found = [(name, m) for name, m in module.named_modules() if m is not module and matches(m)]
-    if not found and not matches(module):
-        raise ValueError(
-            f"units={units!r} matches no module inside {type(module).__name__}; "
-            "use a module class, a tuple of them, a predicate, or None for all of it as one unit"
-        )
-    return [("root", module), *found], matches(module)
-
-
-def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]:
-    """Map each parameter to the index of its unit: the innermost unit that contains it.
-
-    A parameter tied between units, or of a module that several units share, belongs to the innermost unit that contains all
-    modules that use it, so that it is unsharded while any of them runs.
-    """
-    index = {module: i for i, (_, module) in enumerate(modules)}
-    chains: dict[nn.Parameter, list[int]] = {}  # the units around all its uses, outer first
-    paths = [(modules[0][1], list[int]())]  # modules with the units around them, still to be visited
-    while paths:
-        module, around = paths.pop()
-        around = [*around, index[module]] if module in index else around
-        for param in module.parameters(recurse=False):
-            chains[param] = [i for i in chains.get(param, around) if i in around]
-        paths += [(child, around) for child in module.children()]
-    return {param: chain[-1] for param, chain in chains.items()}
-
-
-class FlatKey(NamedTuple):
-    """The properties that the parameters of one flat buffer share. If comm is None, the parameters are not sharded."""
-
-    unit: int
-    comm: Comm | None
-    replicas: tuple[Comm, ...]
-    dtype: torch.dtype
-    trained: bool
-
-
-def group_parameters(
-    owner: Mapping[nn.Parameter, int],
-    comm_of: Callable[[Tensor], Comm],
-    replicas_of: Callable[[Tensor], Comm | None],
-    rest_is_replicated: bool,
-) -> dict[FlatKey, list[nn.Parameter]]:
-    """Group the parameters that can share a flat buffer. `owner` is what `unit_of_parameter` returns."""
-    groups: dict[FlatKey, list[nn.Parameter]] = {}
-    for param in owner:
-        comm, replicas = comm_of(param), replicas_of(param)
-        copies = () if replicas is None else (replicas,)
-        key = FlatKey(owner[param], comm, copies, param.dtype, param.requires_grad)
-        if rest_is_replicated and key.unit == 0:
-            key = key._replace(comm=None, replicas=(comm, *copies))
-        groups.setdefault(key, []).append(param)
-    return groups

@@ -10,14 +10,14 @@ different orders hang or mix up buckets.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from minipar.data_parallel.backward_end import BackwardEnd, WeakCall, in_backward
+from minipar.data_parallel.backward_end import BackwardEnd, Synchronised, WeakCall, in_backward
 from minipar.data_parallel.buckets import B
 from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import placement_of
@@ -32,7 +32,7 @@ class ReducerHook(WeakCall):
         self.reducer = weakref.ref(reducer)
 
 
-class GradientReducer(Generic[B]):
+class GradientReducer(Synchronised, Generic[B]):
     """Reduce buckets in order during the backward.
 
     buckets    in the order in which to reduce them, the same on every rank
@@ -58,7 +58,6 @@ class GradientReducer(Generic[B]):
         self.bucket_of: dict[nn.Parameter, B] = {}
         self.used: set[nn.Parameter] = set()
         self.under_way: list[tuple[B, Callable[[], None]]] = []
-        self.synchronised = True
         self.end = BackwardEnd(self._end_of_backward, failed)
         self._hooks: list[RemovableHandle] = []
         self._replaced_by: str | None = None
@@ -155,15 +154,12 @@ class GradientReducer(Generic[B]):
         self._wait()
         self.finish()
         self.begin()
+        self.unreduced = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Make a context in which backwards only accumulate. A backward outside it, or `synchronize`, reduces the sum."""
-        before, self.synchronised = self.synchronised, False
-        try:
-            yield
-        finally:
-            self.synchronised = before
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards only accumulate. A backward outside it, or `synchronize`, reduces the sum."""
+        self.check()
+        return self.reducing(False)
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""

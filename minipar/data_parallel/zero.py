@@ -7,7 +7,7 @@ offload, and a state dict that can be loaded on another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -100,7 +100,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._comm_of = arguments.function_of_parameter(comm)
         self._memory = memory_for(offload, folder)
         self._chunks: list[ChunkOptimizer[ShardedBucket]] = []
-        self._unreduced = True
         # In stage 2, at most two reduce-scatters at a time, since each holds a bucket of full gradients.
         at_once = 2 if stage == 2 else None
         self.reducer: GradientReducer[ShardedBucket] = GradientReducer(
@@ -158,18 +157,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params = self._trained_without_bucket()
         buckets = make_buckets(params, self._comm_of, *self._bucket_sizes, self._make_bucket)
         for bucket in buckets:
-            wide = self._master_dtype or bucket.flat.dtype
-            chunk = ChunkOptimizer(
-                bucket,
-                bucket.comm,
-                self.optimizer_cls,
-                self._arguments,
-                self.param_groups,
-                wide,
-                self._memory,
+            dtype = self._master_dtype or bucket.flat.dtype
+            self._chunks.append(
+                ChunkOptimizer(
+                    bucket,
+                    bucket.comm,
+                    self.optimizer_cls,
+                    self._arguments,
+                    self.param_groups,
+                    dtype,
+                    self._memory,
+                )
             )
-            self._chunks.append(chunk)
-            self._unreduced = True
+            self.reducer.unreduced = True
         self.reducer.add(buckets)
 
     def _make_bucket(
@@ -215,16 +215,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate; the next backward outside it, or `step`, reduces the sum."""
-        self.reducer.check()
-        return self._accumulating()
-
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        try:
-            with self.reducer.no_sync():
-                yield
-        finally:
-            self._unreduced = True
+        return self.reducer.no_sync()
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
@@ -237,7 +228,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Inside `no_sync`, always reduce: whether a backward has added gradients may differ between ranks.
         """
         self._shard_thawed()
-        if self._unreduced or not self.reducer.synchronised:
+        if self.reducer.unreduced or not self.reducer.synchronised:
             self.synchronize()
         for bucket in self.buckets:
             bucket.drop_discarded()
@@ -247,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         interrupted = self.reducer.reset_after_error()
         self._shard_thawed()
         super().zero_grad(set_to_none)
-        self._unreduced = True
+        self.reducer.unreduced = True
         if set_to_none or interrupted:
             for bucket in self.buckets:
                 bucket.discard_grads()
@@ -258,7 +249,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used = used_on_any_rank(comms, self.reducer.used, self._options.algorithm)
         for bucket in self.buckets:
             bucket.write_shards(used)
-        self._unreduced = False
 
     # The step -------------------------------------------------------------------------------------------------
 
