@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import minipar
 from minipar.config.model_config import ModelConfig
@@ -368,25 +367,6 @@ def test_each_parameter_is_reduced_over_its_own_comm():
         assert_equal_to(first_over_weight * weight[0], total[0])
 
 
-def exception_in_the_middle(world):
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-    ddp = DDP(net, world)
-    net[0].weight.register_hook(fail := (lambda grad: 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        ddp(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-    net[0].weight._backward_hooks.clear()
-    del fail
-    net.zero_grad()
-    ddp(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
-    return net[1].bias.grad, net[0].weight.grad
-
-
-def test_a_backward_after_a_failed_one_is_synchronised():
-    a, b = minipar.run(exception_in_the_middle, world_size=2)
-    assert torch.equal(a[1], b[1])
-    assert torch.equal(a[0], torch.ones(3, dtype=torch.float64))
-
-
 class EndsWhenAwaited:
     """The handle of an all-reduce that writes as late as it may: when it is waited for."""
 
@@ -421,33 +401,6 @@ def test_an_interrupted_all_reduce_leaves_later_gradients_right(set_to_none):
     for pairs in minipar.run(exception_after_a_bucket_left, set_to_none, world_size=2):
         for got, want in pairs:
             assert_equal_to(got, want)
-
-
-def recomputed(world, use_reentrant):
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            return checkpoint(self.net, x, use_reentrant=use_reentrant)
-
-    alone = copy.deepcopy(net)
-    for rank in range(world.size):
-        alone(torch.full((2, 6), rank + 1.0, dtype=torch.float64)).square().sum().backward()
-    x = torch.full((2, 6), world.rank + 1.0, dtype=torch.float64, requires_grad=True)
-    ddp = DDP(Checkpointed(), world, reduce="sum")
-    ddp(x).square().sum().backward()
-    return net[0].weight.grad, alone[0].weight.grad
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_inside(use_reentrant):
-    for got, want in minipar.run(recomputed, use_reentrant, world_size=2):
-        assert_equal_to(got, want)
 
 
 def half_precision(world):

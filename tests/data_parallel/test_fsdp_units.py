@@ -67,67 +67,6 @@ def test_a_parameter_read_in_the_backward_of_another_unit_is_named():
     minipar.run(read, world_size=2)
 
 
-class Twice(nn.Module):
-    """A unit called twice, the first time on data, and a parameter of the root that only some ranks use."""
-
-    def __init__(self):
-        super().__init__()
-        self.unit = chain(1)[0]
-        self.scale = nn.Parameter(torch.arange(4.0).double())
-
-    def forward(self, x, scaled: bool):
-        y = self.unit(self.unit(x))
-        return (y * self.scale if scaled else y).sum()
-
-
-def after_a_step(world):
-    fsdp = FSDP(Twice(), world, nn.Linear)
-    fsdp(torch.full((1, 4), world.rank + 1.0).double(), world.rank == 1).backward()
-    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
-    return fsdp.full_state_dict()
-
-
-def test_gradients_that_come_late_or_on_some_ranks_alone_are_reduced():
-    model = Twice()
-    for rank in range(2):
-        (model(torch.full((1, 4), rank + 1.0).double(), rank == 1) / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    got, _ = minipar.run(after_a_step, world_size=2)
-    for name, value in model.state_dict().items():
-        assert_equal_to(got[name], value, what=name)
-
-
-class SharedNorm(nn.Module):
-    """Three units with one norm, which is not called outside them."""
-
-    def __init__(self):
-        super().__init__()
-        norm = nn.LayerNorm(4)
-        self.units = nn.ModuleList(nn.Sequential(norm, linear) for linear in chain(3)).double()
-
-    def forward(self, x):
-        for unit in self.units:
-            x = unit(x)
-        return x.sum()
-
-
-def shared_norm_after_a_step(world):
-    fsdp = FSDP(SharedNorm(), world, nn.Sequential)
-    fsdp(torch.arange(4.0).double()[None] + world.rank).backward()
-    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
-    return fsdp.full_state_dict()
-
-
-def test_a_module_that_units_share_belongs_to_the_unit_around_them():
-    model = SharedNorm()
-    for rank in range(2):
-        (model(torch.arange(4.0).double()[None] + rank) / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for got in minipar.run(shared_norm_after_a_step, world_size=2):
-        for name, value in model.state_dict().items():
-            assert_equal_to(got[name], value, what=name)
-
-
 class PicksALayer(nn.Module):
     """Each rank runs a layer of its own choice; the layers have equal sizes."""
 

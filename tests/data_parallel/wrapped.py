@@ -6,9 +6,9 @@ from torch import nn
 from minipar.data_parallel import DDP, FSDP
 
 
-def network():
+def network(dtype=torch.float64):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
 
 
 def samples(rank, step=0):
@@ -17,7 +17,7 @@ def samples(rank, step=0):
 
 
 def loss_of(model, rank, step=0):
-    return model(samples(rank, step)).square().mean()
+    return model(samples(rank, step).to(next(model.parameters()).dtype)).square().mean()
 
 
 def in_one_process(model, size):
