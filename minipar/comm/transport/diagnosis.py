@@ -9,27 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from minipar.comm.transport.messages import Channel, ChannelId, Message, OnLink, counted
+from minipar.comm.transport.messages import Channel, ChannelId, Message, OnLink, Posts, counted
 from minipar.comm.transport.stream import Waits
 
 # channel, "p2p" or "collective", peer as a world rank
 Line = tuple[ChannelId, str, int]
-# messages posted, bytes of the last, label of the last
-Posted = tuple[int, int, str]
-NOTHING: Posted = (0, 0, "")
+NOTHING: Posts = (0, 0, "")
 
 
 class MessageCounts(NamedTuple):
     """The message that a rank waits for, and the messages that it has posted."""
 
     waiting: list[object]
-    sent: dict[Line, Posted]
-    received: dict[Line, Posted]
+    sent: dict[Line, Posts]
+    received: dict[Line, Posts]
 
 
 def message_counts(waits: Waits, channels: Iterable[Channel]) -> MessageCounts:
     """Return a rank's counts: what its threads wait for, and the messages of its channels."""
-    waiting = [wait.described() if isinstance(wait, OnLink) else wait for wait in list(waits.values())]
+    waiting = [wait.as_message() if isinstance(wait, OnLink) else wait for wait in list(waits.values())]
     counts = MessageCounts(waiting, {}, {})
     for channel in list(channels):
         for table, posted in ((counts.sent, channel.sent), (counts.received, channel.received)):
@@ -127,7 +125,7 @@ def _why_never_completes(
 
 def _posted(
     counts: dict[int, MessageCounts], rank: int, verb: str, channel: ChannelId, lane: str, peer: int
-) -> Posted:
+) -> Posts:
     if rank not in counts:
         return NOTHING
     table = counts[rank].sent if verb == "send" else counts[rank].received

@@ -12,6 +12,8 @@ from minipar.comm.transport.stream import Stream
 
 # One half of an exchange: the tensor to send or to receive into, and the peer's rank in the channel.
 Half = tuple[torch.Tensor, int]
+# What was posted to or from one peer so far: the number of messages, and the bytes and the label of the last.
+Posts = tuple[int, int, str]
 
 
 class ChannelId(NamedTuple):
@@ -38,7 +40,7 @@ class Message(NamedTuple):
     number: int  # counted per peer, channel, lane and direction
     num_bytes: int
     label: str = ""  # "float32"; in a collective "all_reduce sum float32"
-    needs_peer: bool = False  # nothing of it is there, and it moves only while the peer, too, waits for it
+    needs_peer: bool = False  # nothing of it has arrived, and nothing will unless the peer, too, waits for it
 
     def __str__(self) -> str:
         preposition = "to" if self.verb == "send" else "from"
@@ -48,7 +50,7 @@ class Message(NamedTuple):
 
 
 class OnLink(NamedTuple):
-    """A wait for a message on a link of shared memory, for whose next part the peer writes to a socket."""
+    """A wait for a message on a link of shared memory: the peer writes to the socket when its next part is there."""
 
     message: Message
     socket: socket.socket
@@ -56,8 +58,8 @@ class OnLink(NamedTuple):
     def __str__(self) -> str:
         return str(self.message)
 
-    def described(self) -> Message:
-        """Return the message, and whether only the peer can end the wait."""
+    def as_message(self) -> Message:
+        """Return the message, with `needs_peer` as it is now."""
         poll = select.poll()
         try:
             poll.register(self.socket, select.POLLIN)
@@ -75,10 +77,13 @@ def counted(n: int, what: str) -> str:
 class Channel:
     """The state shared by all Comms with the same ranks and name: a stream, message counters, scratch memory.
 
+    Messages of collectives are counted apart from the caller's own ("p2p"): these are two lanes.
+
+    key             its name and members
     peers           the members as ranks of the transport's process group
     digest          CRC-32 of the run's number, the name and the ranks, from which every tag of this channel is computed
     kind            the running collective, or None; `signature` is its kind and reduction, `shape` its tensor's shape
-    sent, received  (peer, lane) -> messages posted, bytes of the last, label of the last
+    sent, received  (peer, lane) -> what was posted
     """
 
     def __init__(
@@ -96,8 +101,8 @@ class Channel:
         self.shape: torch.Size | None = None
         self.kept: Any = None  # see `PointToPoint.kept`
         self.num_collectives = 0  # number of collectives that have begun
-        self.sent: dict[tuple[int, str], tuple[int, int, str]] = {}
-        self.received: dict[tuple[int, str], tuple[int, int, str]] = {}
+        self.sent: dict[tuple[int, str], Posts] = {}
+        self.received: dict[tuple[int, str], Posts] = {}
         self._device = device
         self._labels: dict[tuple[str, torch.dtype], tuple[str, bytes]] = {}
         self._memory: dict[str, torch.Tensor] = {}  # use -> memory, as bytes

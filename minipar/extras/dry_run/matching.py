@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product, zip_longest
 
-from minipar.comm.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
-from minipar.comm.transport.messages import ChannelId, Message
+from minipar.comm.transport.diagnosis import Line, MessageCounts, deadlock, unmatched_messages
+from minipar.comm.transport.messages import ChannelId, Message, Posts
 from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
 
 MOST_SENTENCES = 8
@@ -140,8 +140,8 @@ class RankState:
     finished: set[int] = field(default_factory=set)
     posts: dict[int, list[tuple[Key, Halves]]] = field(default_factory=dict)
     numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
-    sent: dict[Line, Posted] = field(default_factory=dict)
-    received: dict[Line, Posted] = field(default_factory=dict)
+    sent: dict[Line, Posts] = field(default_factory=dict)
+    received: dict[Line, Posts] = field(default_factory=dict)
 
 
 class Execution:

@@ -117,7 +117,7 @@ def test_a_wait_on_a_link_tells_whether_something_is_there():
         assert message_counts({7: wait}, []).waiting == [message("receive", 1)._replace(needs_peer=True)]
         there.send(b"m")
         assert message_counts({7: wait}, []).waiting == [message("receive", 1)]
-    assert wait.described() == message("receive", 1)  # closed since
+    assert wait.as_message() == message("receive", 1)  # closed since
 
 
 def test_a_rank_not_blocked_by_a_message_is_not_judged():
