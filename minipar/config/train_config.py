@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import torch
 
 AXES = ("pp", "dp", "cp", "tp", "ep")
+AT_LEAST_ONE = (*AXES, "replicate", "cp_ulysses", "steps", "batch_size", "seq_len", "microbatches")
+NOT_NEGATIVE = (
+    "warmup", "weight_decay", "grad_clip", "verify_steps", "trace_steps", "eval_every", "checkpoint_every", "keep",
+    "peak_tflops", "moe",
+)  # fmt: skip
+ABOVE_ZERO = ("lr", "bucket_mb", "timeout_s", "loss_scale")
 
 
 @with_option_table
@@ -300,23 +306,24 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self)
         normalise_types(self)
-        for name in (*AXES, "replicate", "cp_ulysses", "steps", "batch_size", "seq_len", "microbatches"):
+        for name in AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in NOT_NEGATIVE:
             self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("lr", "bucket_mb", "timeout_s", "loss_scale"):
+        for name in ABOVE_ZERO:
             self._require(name, getattr(self, name) > 0, "a number above 0")
         if self.dtype != "float16" and self.loss_scale != TrainConfig.loss_scale:
             raise ValueError(
                 f"loss_scale={self.loss_scale:g} is used with float16 alone, and dtype is {self.dtype}; leave it out"
             )
         object.__setattr__(self, "options", _complete_options(self))
-        if self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""):
+        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
             raise ValueError(f"name={self.name!r} is not the name of one folder; use out for a path")
         self._require("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.moe:
             object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
         if self.init is not None:
+            # A size that is a default, of a run or of verify, was not set by the caller.
             object.__setattr__(self, "model", sizes_from(self.init, self.model, (ModelConfig(), SMALL)))
         blocks_per_unit(self.recompute)  # raises ValueError for an unknown one
         self._check_fit()
@@ -336,9 +343,9 @@ class TrainConfig:
             if name != "tp_layout":
                 self.choice(name).check(self)
 
-    def _require(self, name: str, good: bool, works: str) -> None:
+    def _require(self, name: str, good: bool, allowed: str) -> None:
         if not good:
-            raise ValueError(f"{name}={getattr(self, name)} is out of range; use {works}")
+            raise ValueError(f"{name}={getattr(self, name)} is out of range; use {allowed}")
 
     def choice(self, field: str) -> Any:
         """Return the choice that a field such as "schedule" or "compress" names."""
@@ -482,11 +489,6 @@ def _complete_options(config: TrainConfig) -> dict[str, Any]:
         raise ValueError(f"options={sorted(given)}: nothing is chosen by these; use {one_of(CHOSEN)}")
     return complete
 
-
-NOT_NEGATIVE = (
-    "warmup", "weight_decay", "grad_clip", "verify_steps", "trace_steps", "eval_every", "checkpoint_every", "keep",
-    "peak_tflops", "moe",
-)  # fmt: skip
 
 # The default model of `minipar verify`: small, but with the hard cases (grouped queries, dropout, tied embeddings).
 SMALL = ModelConfig(
