@@ -261,7 +261,7 @@ class DecodeSide(Side):
         token, cache = self._received.pop(number)
         if token == NOT_FINITE:
             results[number].error = str(NotFinite())
-            self.events.append(Event(Kind.FAIL, number, self.now_s, self.now_s))
+            self._note(Kind.FAIL, number)
             return
         self._saved[number] = cache
         sequence = Sequence(
@@ -270,6 +270,6 @@ class DecodeSide(Side):
         results[number].tokens.append(token)
         if request.is_finished_by(sequence.text):
             del self._saved[number]
-            self.events.append(Event(Kind.FINISH, number, self.now_s, self.now_s, 1))
+            self._note(Kind.FINISH, number, 1)
         else:
             self.scheduler.add(sequence)

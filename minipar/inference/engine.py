@@ -162,6 +162,13 @@ def refusal(request: Request, config: ModelConfig, options: Options) -> str | No
     return None
 
 
+def _rows_of(read: Read, guesses: Items[Guess]) -> Rows:
+    """Return the rows of a sequence: its unread tokens of this step, then the guesses to be verified."""
+    s = read.sequence
+    tokens = [*s.text[s.num_read : s.num_read + read.count], *(guess.token for guess in guesses)]
+    return Rows(tokens, s.num_read, s.table, len(guesses) + 1 if read.writes else 0)
+
+
 class Engine:
     """Serves requests with one model.
 
@@ -276,7 +283,7 @@ class Engine:
         kind = Kind.ARRIVE if results[number].error is None else Kind.REFUSE
         if kind == Kind.ARRIVE:
             self.scheduler.add(Sequence.of(number, request))
-        self.events.append(Event(kind, number, request.arrival_s, request.arrival_s, len(request.prompt)))
+        self._note(kind, number, len(request.prompt), request.arrival_s)
 
     def cancel(self, number: int) -> None:
         """Forget a request, and release its blocks; nothing happens if it is finished already."""
@@ -285,7 +292,7 @@ class Engine:
                 self.scheduler.remove(sequence)
                 self._saved.pop(number, None)
                 count = len(sequence.text) - len(sequence.request.prompt)
-                self.events.append(Event(Kind.CANCEL, number, self.now_s, self.now_s, count))
+                self._note(Kind.CANCEL, number, count)
                 return
 
     def _begin(self, num_under_way: int) -> Step | None:
@@ -294,7 +301,7 @@ class Engine:
         plan = self.scheduler.plan(num_under_way)
         self._move_blocks(plan)
         for sequence, _ in plan.preempted:
-            self.events.append(Event(Kind.PREEMPT, sequence.number, self.now_s, self.now_s))
+            self._note(Kind.PREEMPT, sequence.number)
         if not plan.reads:
             return None
         guesses = self._guess(plan)
@@ -338,7 +345,7 @@ class Engine:
                 self._retire(sequence, NOT_FINITE if ends_here else written[-1])
                 kind = Kind.FAIL if ends_here else Kind.FINISH
                 count = len(results[sequence.number].tokens)
-                self.events.append(Event(kind, sequence.number, self.now_s, self.now_s, count))
+                self._note(kind, sequence.number, count)
         return plan
 
     def _stage_seconds(self, num_tokens: int, measured_s: float) -> list[float]:
@@ -380,19 +387,7 @@ class Engine:
         Returns [num_ends, num_drafts + 1], padded with NO_TOKEN. Only the rank that chooses tokens has them; the other
         ranks return padding.
         """
-        rows = [
-            Rows(
-                [
-                    *s.text[s.num_read : s.num_read + read.count],
-                    *(g.token for g in guesses.get(s.number, ())),
-                ],
-                s.num_read,
-                s.table,
-                len(guesses.get(s.number, ())) + 1 if read.writes else 0,
-            )
-            for read in plan.reads
-            for s in [read.sequence]
-        ]
+        rows = [_rows_of(read, guesses.get(read.sequence.number, ())) for read in plan.reads]
         logits, end, i = self.stages.logits(rows), 0, 0
         chosen = torch.full((num_ends, self.options.num_drafts + 1), NO_TOKEN)
         for read, row in zip(plan.reads, rows):
@@ -433,16 +428,21 @@ class Engine:
         scheduler.advance(sequence, read.count + right)
         self.paged.settle(sequence.table, sequence.num_read)
         if written:
-            self.events.append(Event(Kind.WRITE, sequence.number, self.now_s, self.now_s, len(written)))
+            self._note(Kind.WRITE, sequence.number, len(written))
         if num_guesses:
-            self.events.append(Event(Kind.GUESSED, sequence.number, self.now_s, self.now_s, num_guesses))
-            self.events.append(Event(Kind.ACCEPTED, sequence.number, self.now_s, self.now_s, right))
+            self._note(Kind.GUESSED, sequence.number, num_guesses)
+            self._note(Kind.ACCEPTED, sequence.number, right)
+
+    def _note(self, kind: Kind, number: int, count: int = 0, at_s: float | None = None) -> None:
+        """Add the event of one moment, which is now unless told."""
+        at_s = self.now_s if at_s is None else at_s
+        self.events.append(Event(kind, number, at_s, at_s, count))
 
     def _log(self, plan: Plan, guesses: dict[int, list[Guess]], begin_s: float) -> None:
         for sequence, num_tokens in plan.hits:
-            self.events.append(Event(Kind.HIT, sequence.number, begin_s, begin_s, num_tokens))
+            self._note(Kind.HIT, sequence.number, num_tokens, begin_s)
         for sequence in plan.restored:
-            self.events.append(Event(Kind.RESTORE, sequence.number, begin_s, begin_s, sequence.num_read))
+            self._note(Kind.RESTORE, sequence.number, sequence.num_read, begin_s)
         for read in plan.reads:
             sequence = read.sequence
             decodes = read.writes and len(sequence.text) > len(sequence.request.prompt) and read.count == 1

@@ -40,7 +40,7 @@ class StoredRange(NamedTuple):
 
     file: int
     block: int
-    flat: list[int] | None
+    flat: tuple[int, int] | None
     digests: dict[str, str]  # kind -> checksum
 
 
@@ -107,9 +107,13 @@ class StoredBlock:
     def __init__(self, number: int, block: list[list[int]], parts: list[list[Any]]):
         self.box = Box(tuple(block[0]), tuple(block[1]))
         self.rows = tuple(block[2]) if len(block) > 2 else None
-        whole = [0, prod(self.box.length)]
-        found = (StoredRange(*part) for part in parts)
-        self._parts = sorted((p for p in found if p.block == number), key=lambda part: part.flat or whole)
+        whole = (0, prod(self.box.length))
+        found = [
+            StoredRange(file, of, None if flat is None else (flat[0], flat[1]), digests)
+            for file, of, flat, digests in parts
+            if of == number
+        ]
+        self._parts = sorted(found, key=lambda part: part.flat or whole)
         self._starts = [(part.flat or whole)[0] for part in self._parts]
         self._stops = [(part.flat or whole)[1] for part in self._parts]
 

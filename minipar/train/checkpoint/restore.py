@@ -252,8 +252,7 @@ class Checkpoint:
                 StoredBlock(i, block, tensor["parts"]) for i, block in enumerate(tensor["blocks"])
             ]
         for block in self._sorted[name]:
-            for file, _, flat, digests in block.parts_near(wanted):
-                if kind in digests:
-                    flat = None if flat is None else tuple(flat)
-                    where = Placement(name, tensor["shape"], *block.box, flat, rows=block.rows)
-                    yield self._file_names[file], where
+            for part in block.parts_near(wanted):
+                if kind in part.digests:
+                    where = Placement(name, tensor["shape"], *block.box, part.flat, rows=block.rows)
+                    yield self._file_names[part.file], where
