@@ -18,12 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.planner.published_runs import H800, published_runs
+from benchmarks.planner.published_runs import published_runs
+from minipar.cost.doubt import NEAR, unusual
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import MARGIN
-from minipar.cost.planner import NEAR, Plan, plan, unusual_words
+from minipar.cost.planner import Plan, plan
 from minipar.cost.timing import step_time
 
 TABLES = ("megatron-table-1", "megatron-readme", "llama-3", "torchtitan")
@@ -40,7 +42,8 @@ class Published(NamedTuple):
 # pp 16, ep 64 over 8 nodes, ZeRO-1 and no tp. A rank of DualPipe over 16 ranks has two of 16 stages, one of each direction:
 # as many as a rank of DualPipe-V over 8, which has one direction and twice the data parallelism.
 DEEPSEEK_V3 = Published(
-    Job(MODELS["deepseek-v3"], H800, 2048, 4096, 15360), parse_layout("dp256-pp8-ep64-zero1-mb1-dualpipe-v")
+    Job(MODELS["deepseek-v3"], MACHINES["h800"], 2048, 4096, 15360),
+    parse_layout("dp256-pp8-ep64-zero1-mb1-dualpipe-v"),
 )
 
 
@@ -81,10 +84,14 @@ def difference(job: Job, a: Layout, found: Plan, theirs: float, num_bytes: float
     words = "the same mesh" if not axes else "other " + ", ".join(axes)
     if a.recompute == "full" and b.recompute != "full":
         words += "; no full recomputation, since flash attention stores no scores"
-    if spared := unusual_words(job, found.best[0].layout, found.leader.layout):
-        words += f"; {spared} would save less than the doubt"
+    if found.leader is not found.best[0]:
+        words += f"; {unusual(job, found.best[0].layout)} would save less than the doubt"
     if num_bytes > job.room_bytes:
-        words += "; theirs does not fit our program"
+        fused = replace(job, implementation=replace(job.implementation, fused=True))
+        needs = sum(worst_rank_memory(fused, a)[1].values())
+        words += (
+            f"; theirs does not fit our program, and with norms and SwiGLU fused needs {needs / 1e9:.0f} GB"
+        )
     gain = theirs / ours - 1
     if abs(gain) <= NEAR:
         return f"{words}; as fast, within {NEAR:.0%}"
@@ -101,6 +108,9 @@ def page() -> str:
         "A100 did not have. DeepSeek-V3 (671 B) was trained with 8-bit products and DualPipe over 16 ranks, which is "
         "written here as DualPipe-V over 8, with as many layers a rank; its all-to-alls ran behind other microbatches' "
         "work, and norms, SwiGLU and MLA's up-projections were recomputed, neither of which our program does. "
+        "Llama 3's authors fused norms and SwiGLU, gave the first and the last stage a layer less, freed tensors early and "
+        "filled the cards to the brim: so their layout fits without recomputation, and `minipar plan` leaves a sixteenth "
+        "free. "
         "[planner.md](planner.md) says how far predictions are from measured runs. "
         "`python -m benchmarks.planner.published_choices docs/generated/planner_choices.md` writes this page.",
         "",

@@ -52,7 +52,6 @@ class Table(NamedTuple):
 
 _A100, _H100 = MACHINES["a100-80gb"], MACHINES["h100"]
 _H100_HBM2 = replace(_H100, hbm_bytes_per_s=2.4e12, memory_bytes=96e9)
-H800 = replace(MACHINES["h100"], name="h800", link_bytes_per_s=200e9)
 _H200_OF_4 = replace(MACHINES["h200"], gpus_per_node=4, cards_per_node=4)
 _BRIDGE = "Megatron-Bridge 067f987, docs/performance-summary-archive.md,"
 _OSS = ("gpt-oss-120b",)
@@ -100,7 +99,7 @@ TABLES = {
         "mixed-fp32-grads",
     ),
     "xtuner": Table(
-        "megatron-core", H800, "tokens",
+        "megatron-core", MACHINES["h800"], "tokens",
         "xtuner b934f46, docs/en/benchmark/megatron_moe_benchmark.md, experts in one node, forced balance; a third chunk "
         "there holds embedding and loss, and the cards of a DGX H100 are assumed", "mixed-fp32-grads",
         copies=("qwen3-235b",),
@@ -194,6 +193,13 @@ class Run(NamedTuple):
         done = hardware_flops_per_token(job.shape, self.seq_len, self.layout.recompute)
         return 1e12 * self.rate / job.machine.peak_flops * (model / done if unit == "hardware" else 1)
 
+    @property
+    def per_second(self) -> float:
+        """Steps per second, as measured."""
+        job = self.job()
+        per_step = model_flops_per_token(job.shape, self.seq_len) * self.batch * self.seq_len
+        return self.mfu * self.gpus * job.machine.peak_flops / per_step
+
     def job(self, how: Implementation | None = None) -> Job:
         """Return the run as a job of its own program, or of the implementation `how`."""
         table = TABLES[self.table]
@@ -201,7 +207,7 @@ class Run(NamedTuple):
         if table.ddp:
             how = replace(how, overlap_gradients=self.layout.pp == 1)
         if self.model in table.copies:
-            how = replace(how, once_per_node=False, once_per_rank=False)
+            how = replace(how, once_per_rank=False)
         if table.adjacent:
             how = replace(how, adjacent_experts=True)
         shape = _shape(self.model, self.seq_len)

@@ -50,17 +50,18 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Layouts that the model cannot tell apart are counted; the simplest of each mesh is shown, the simplest of all first.
         Each time has its doubt: docs/generated/planner.md compares predictions with published runs.
 
-        The plan covers dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with
-        AdamW's states. It does not cover ways of dispatching tokens other than all-to-all, compile,
-        and these schedules, layouts of tp and optimizers: UNPLANNED. Offloaded states are a view.
+        The plan covers dp, pp with its schedules, ep, tp, zero, microbatches and recomputation, with AdamW's states; cp and
+        sequence slices for samples of more than 8,192 tokens, and cp for shorter ones if nothing else fits. It does not
+        cover ways of dispatching tokens other than all-to-all, compile, and these schedules, layouts of tp and optimizers:
+        UNPLANNED. Offloaded states are a view.
 
         minipar plan --serve predicts what serving takes instead; minipar plan --serve --help shows its flags.
 
         Args:
             model: a name (llama-7b, llama3-405b, gpt3-175b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
             gpus: number of GPUs.
-            machine: a name (a100-80gb, h100, h200, b200, mi300x, tpu-v5p, v100), or a .toml file that describes a GPU and
-                its node; local is this machine, as described by local.toml or, if there is no such file, as measured now.
+            machine: a name (a100-80gb, a800, h100, h800, h200, b200, mi300x, tpu-v5p, v100), or a .toml file that describes
+                a GPU and its node; local is this machine, as described by local.toml or, without one, as measured now.
             seq: tokens per sample.
             batch: samples per step, over all GPUs.
             precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.

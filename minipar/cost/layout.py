@@ -60,15 +60,10 @@ class Implementation:
 
     attention          "flash": scores are not stored, and the causal mask halves their work; "dense": all scores are
                        computed and stored; "fused": torch's kernels, like flash, but with a stored mask if samples
-                       are cut into slices
+                       are cut into slices; "cudnn": flash at the rate of cuDNN's kernel, as with Transformer Engine
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
     overlap_params     ZeRO-1 and -2 gather updated parameters during the first microbatch's forward; otherwise before it
     sequence_parallel  outside the split matrices, tokens are split over tp wherever tp > 1
-    joins_tokens       sequence parallelism's messages are not contiguous, since tokens are the second of [samples, tokens,
-                       features]: a copy joins what is gathered, and another one cuts what is scattered (torch's DTensor).
-                       minipar copies, too, but its copies are not counted
-    scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
-                       ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
     reduce_bytes       bytes of a gradient while it is summed over ranks; 0: those in which it is stored, as in the papers'
                        volumes. minipar's trainer sums 16-bit gradients in 4 unless it is told otherwise
@@ -80,33 +75,22 @@ class Implementation:
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
     fused              norms and SwiGLU are fused, so that a layer keeps less
     partial            the recomputations of PARTIAL that the program has
-    cudnn              attention runs by cuDNN's kernels, as with Transformer Engine
-    adds_gradients     the product that gives a weight's gradient adds it to the gradient of earlier microbatches, which it
-                       reads and writes (Megatron Core's gradient_accumulation_fusion)
     fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
                        ep divides dp x cp x tp, and each tp rank dispatches its own tokens
-    once_per_node      a row goes to each node once, however many of its experts are there, and is copied inside the node
-    once_per_rank      a row goes to each rank once, however many of its experts are there
+    once_per_rank      a row goes to each rank and each other node once, however many of its experts are there (DeepEP)
     adjacent_experts   a token's experts are neighbours, as those of a benchmark's router; otherwise they are any
-    expert_overlap     fraction of the experts' messages that overlaps with arithmetic, if there is enough of it
+    overlap_tp         sums over tp are cut up and sent beside the products that make or use them
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
-    overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
-                       enough arithmetic; the rest is exposed
-    zero3_overlap      `overlap` of layouts with ZeRO-3; None: the same. It is set where none of the runs that `overlap`
-                       is fitted to has ZeRO-3
-    gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
     attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
-    The last six are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
-    ignores it.
+    The last two are numbers of a program, fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory;
+    the predicted time ignores it.
     """
 
-    attention: Literal["flash", "fused", "dense"] = "flash"
+    attention: Literal["flash", "fused", "dense", "cudnn"] = "flash"
     overlap_gradients: bool = True
     overlap_params: bool = False
     sequence_parallel: bool = True
-    joins_tokens: bool = False
-    scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     reduce_bytes: int = 0
     replicate: int = 1
@@ -116,22 +100,12 @@ class Implementation:
     group_tokens: int | None = None
     fused: bool = False
     partial: tuple[str, ...] = ()
-    cudnn: bool = False
-    adds_gradients: bool = False
     fold_experts: bool = False
-    once_per_node: bool = False
     once_per_rank: bool = False
     adjacent_experts: bool = False
-    expert_overlap: float = 0.0
-    arithmetic: float = 0.96
-    overlap: float = 0.3
-    zero3_overlap: float | None = None
-    gathers_per_layer: int = 1
+    overlap_tp: bool = False
+    arithmetic: float = 0.95
     attention_speed: float = 1.0
-
-    def overlap_with(self, zero: int) -> float:
-        """Return the fraction of gathers and reductions that overlaps with arithmetic under this ZeRO stage."""
-        return self.overlap if zero < 3 or self.zero3_overlap is None else self.zero3_overlap
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,6 +128,8 @@ _ALL = (
     _A100_80,
     _H100,
     replace(_H100, name="h200", memory_bytes=141e9, hbm_bytes_per_s=4.8e12, source="H200 and DGX H200 data sheets"),
+    replace(_A100_80, name="a800", link_bytes_per_s=200e9, source="an A100 with NVLink of 400 GB/s in both directions"),
+    replace(_H100, name="h800", link_bytes_per_s=200e9, source="an H100 with NVLink of 400 GB/s in both directions"),
     Machine(
         "b200", 2250e12, 1745 / 2250, 180e9, 8.0e12, 8, 900e9, 8, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
         source="DGX B200 data sheet: NVLink 5, 8 NDR cards",

@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from minipar.cost.doubt import NEAR
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
-from minipar.cost.planner import FAMILIES, NEAR, Candidate, Infeasible, Plan, mesh_sizes, zero_stages
+from minipar.cost.planner import FAMILIES, Candidate, Infeasible, Plan, mesh_sizes, zero_stages
 from minipar.cost.timing import step_parts
 from minipar.support.errors import divisors
 
@@ -25,7 +26,6 @@ PART_NAMES = {
     "idle": "the bubble",
     "pp": "messages between stages",
     "gradients": "gradients",
-    "update": "the update",
 }
 
 
@@ -54,16 +54,20 @@ def reasons(plan: Plan) -> list[Reason]:
     return [_reason(plan.job, winner, *key, plan.families[key]) for key in families]
 
 
-ASKED = ("tp", "pp", "cp", "zero", "schedule")
+ASKED = ("tp", "pp", "cp", "zero", "recompute", "schedule")
 
 
 def why_nots(plan: Plan) -> list[Reason]:
-    """Return one reason for each axis of ASKED: why the plan does not use the best other value of that axis."""
-    found = []
+    """Return a reason for each axis of ASKED: why the plan does not use the best other value, each by another layout."""
+    found, given = list[Reason](), set[Layout]()
+    every = reasons(plan)
     for axis in ASKED:
-        of_axis = [r for r in reasons(plan) if r.axis == axis]
-        if of_axis:
-            found.append(min(of_axis, key=_nearness))
+        others = [r for r in every if r.axis == axis and r.layout not in given]
+        if axis == "recompute":  # what is asked is why to recompute at all
+            others = [r for r in others if r.value == "none"] or others
+        if others:
+            found.append(min(others, key=_nearness))
+            given.add(found[-1].layout)
     return found
 
 
@@ -81,11 +85,11 @@ def _reason(job: Job, winner: Candidate, axis: str, value: object, found: Candid
     text = f"+{lost:.3g} s with {found.name}, most of it {PART_NAMES[part]}: +{more:.3g} s"
     if lost < 0:
         text = (
-            f"{found.name} is predicted {-lost / winner.seconds:.1%} faster, which is less than the error of such a "
-            "comparison, so the more usual is taken"
+            f"{found.name} is predicted {-lost / winner.seconds:.1%} faster, less than the model can tell; the more "
+            "usual is taken"
         )
     elif lost <= NEAR * winner.seconds:
-        text = f"{found.name} is predicted {lost / winner.seconds:.1%} slower, which is less than the model can tell"
+        text = f"{found.name} is predicted {lost / winner.seconds:.1%} slower, less than the model can tell"
     if axis == "tp" and axis_links(job.machine, found.layout, "tp").nodes > 1:
         text = "leaves the node: " + text
     return Reason(axis, value, found.layout, lost, None, part, text)
@@ -94,14 +98,17 @@ def _reason(job: Job, winner: Candidate, axis: str, value: object, found: Candid
 def _too_large(job: Job, axis: str, value: object, layout: Layout) -> Reason:
     rank, items = worst_rank_memory(job, layout)
     excess = sum(items.values()) - job.room_bytes
-    same = (
-        "; over several microbatches it keeps whole gradients, as zero=1"
-        if (axis, value) == ("zero", 2)
-        else ""
-    )
     part = max(items, key=lambda name: items[name])
     where = f"on pp rank {rank}" if layout.pp > 1 else "on every rank"
-    text = f"{excess / 1e9:.1f} GB too much {where} even with {layout.name}: {part} {items[part] / 1e9:.1f} GB{same}"
+    text = (
+        f"{excess / 1e9:.1f} GB too much {where} even with {layout.name}: {part} {items[part] / 1e9:.1f} GB"
+    )
+    if (axis, value) == ("zero", 2):
+        text += "; over several microbatches it keeps whole gradients, as zero=1"
+    if part == "activations" and not job.implementation.fused and job.shape.gated and not layout.unit:
+        fused = replace(job, implementation=replace(job.implementation, fused=True))
+        needs = worst_rank_memory(fused, layout)[1][part]
+        text += f", or {needs / 1e9:.1f} GB where norms and SwiGLU are fused, as --program llama-3 has them"
     return Reason(axis, value, layout, None, excess, part, text)
 
 

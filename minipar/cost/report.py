@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minipar.cost.doubt import COMPARED, doubt
+from minipar.cost.doubt import COMPARED, NEAR, doubt, unusual
 from minipar.cost.layout import Job, Layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
-from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan, unusual_words
+from minipar.cost.planner import Plan, is_short
 from minipar.cost.ranks import bucket_elems
 from minipar.cost.reasons import Reason, why_nots
 from minipar.cost.timing import step_time
@@ -32,7 +32,7 @@ def headline(job: Job) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the table of the layouts found, with the uncertainty of each time, and up to five lines on why others lost."""
+    """Return the table of the layouts found, with the uncertainty of each time, and a few lines on why others lost."""
     job, choice = plan.job, plan.choice
     margin = f", which leaves {job.margin_bytes / GB:g} GB free" if job.margin_bytes else ""
     lines = [
@@ -49,28 +49,27 @@ def plan_text(plan: Plan) -> str:
             f"{candidate.seconds:8.3f} {doubt(job, candidate.layout):4.0%} {candidate.num_bytes / GB:6.1f} {step.mfu:5.1%} "
             f"{step.hfu:5.1%}  {candidate.name}  ({shares(step.parts)})"
         )
-    lines += [
-        "",
-        "+-: four of five further runs of such a kind lie within, by published runs held out from fitting; see "
-        "docs/generated/planner.md",
-    ]
+    lines += ["", "+-: four of five runs of another program lie within; see docs/generated/planner.md"]
     if job.machine.name in MACHINES and job.machine.name not in COMPARED:
         lines.append(
             f"no run on {job.machine.name} was compared: it is taken to reach the fractions of its rates of A100 and H100"
         )
-    if choice.layout.cp > 1 and job.seq_len <= LONG_TOKENS:
-        lines.append(f"cp={choice.layout.cp} for {job.seq_len:,} tokens: {_short_cp(plan)}")
+    if choice.layout.cp > 1 and is_short(job):
+        lines.append(
+            f"cp={choice.layout.cp} for {job.seq_len:,} tokens: few programs split samples this short, but without it "
+            "nothing fits; more GPUs, or a program that keeps less (--program), would"
+        )
     lines += ["", f"why not, instead of {choice.name}"]
-    return "\n".join([*lines, *(f"  {r.axis}={r.value}".ljust(20) + r.text for r in why_nots(plan))])
+    return "\n".join([*lines, *(f"  {r.axis}={r.value} ".ljust(20) + r.text for r in why_nots(plan))])
 
 
 def _near_words(plan: Plan) -> str:
     near, fastest, leader, words = len(plan.near), plan.best[0], plan.leader, "the fastest"
-    if spared := unusual_words(plan.job, fastest.layout, leader.layout):
+    if leader is not fastest:
         saved = 1 - fastest.seconds / leader.seconds
         words += (
-            f" without {spared} ({fastest.name} is predicted to save {saved:.1%}, less than the doubt of such a "
-            "comparison, and few programs do so)"
+            f" without {unusual(plan.job, fastest.layout)} ({fastest.name} is predicted to save {saved:.1%}, less than "
+            "the doubt of such a comparison, and few programs do so)"
         )
     if near == 1:
         return f"no other layout is within {NEAR:.0%} of {words}"
@@ -78,15 +77,6 @@ def _near_words(plan: Plan) -> str:
         f"{near:,} layouts are within {NEAR:.0%} of {words}, nearer than this model can tell: the simplest of each "
         "mesh is shown, the simplest of all first"
     )
-
-
-def _short_cp(plan: Plan) -> str:
-    """Say that few programs use cp for samples this short, and how much slower a plan without cp is, if one fits."""
-    without = plan.families.get(("cp", 1))
-    if not isinstance(without, Candidate):
-        return "without it nothing fits; recomputation, or more of tp, is the usual choice"
-    more = without.seconds / plan.choice.seconds - 1
-    return f"few programs split samples this short; without it {without.name} takes {more:.0%} longer"
 
 
 def shares(parts: dict[str, float]) -> str:

@@ -7,6 +7,8 @@ formulas of the library's own schedules; an extra names those of its schedules i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -44,115 +46,24 @@ class RankContents(NamedTuple):
     last: bool
 
 
+@dataclass(frozen=True)
 class ClosedForms:
-    """The formulas of the library's own schedules; each method takes the schedule's name.
+    """The formulas of a schedule, for p ranks, m microbatches, v chunks a rank and s slices a sample.
 
-    An extra has a subclass for its schedules, which overrides what differs, as for samples that are cut into slices.
+    live    (rank, p, m, v, s) -> the maximum number of activations on a rank: one per stage and microbatch, or slice
+    idle    (p, f, i, w, v) -> a rank's idle time in a step; f, i, w are its F, I, W of one microbatch, or average slice
+    fills   (p, m) -> whether m microbatches fill the pipeline, so that the formulas hold
+    splits  the backward is split into I and W, so that a rank may be idle for no time at all
+    first   all forwards come first: the last stage holds all logits
 
-    pp      number of pipeline ranks        chunks  chunks per rank
-    m       number of microbatches          slices  slices per sample; 1 if the schedule does not cut samples
-    job, layout  a Job and a Layout of `layout.py`, which imports this module
+    An extra has a subclass for schedules that cut samples into slices.
     """
 
-    def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the maximum number of live activations on rank r of p, with v chunks per rank, by schedule.
-
-        An activation is that of a stage for a microbatch, or for a slice.
-
-        gpipe, breadth-first   m v
-        1f1b                   min(p - r, m)
-        interleaved            min(2 (p - r - 1) + (v - 1) p + 1, m v)
-        zb-h1                  min(p, m)
-        zb-h2                  min(2 p - 1, m)
-        zb-auto                min(2 p, m) for equal costs and a limit of 2p activations, the default of `minipar train`
-        zb-v                   min(2 p, 2 m), each of half a rank's layers
-        dualpipe-v             min(2 p + 1, 2 m), each of half a rank's layers
-
-        Valid for m >= p; equals the simulator's peak_live.
-        """
-        if schedule in ("gpipe", "breadth-first"):
-            return m * chunks
-        if schedule == "1f1b" or (schedule == "interleaved" and chunks == 1):
-            return min(pp - rank, m)
-        if schedule == "interleaved":
-            return min(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, m * chunks)
-        if schedule == "zb-h1":
-            return min(pp, m)
-        most = {"zb-h2": (2 * pp - 1, m), "zb-auto": (2 * pp, m), "zb-v": (2 * pp, 2 * m)}
-        return min(most.get(schedule, (2 * pp + 1, 2 * m)))
-
-    def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return a rank's idle time in a step, by schedule; f, i, w are its F, I, W of one microbatch (or average slice).
-
-        1f1b, gpipe                  (p-1) (F + I + W)
-        interleaved, breadth-first   (p-1) (F + I + W) / v
-        zb-h1                        (p-1) (F + I - min(F, W))
-        zb-h2, zb-auto               (p-1) (F + I - 2W), at least 0
-        zb-v                         (p-1) (I - W), at least 0
-        dualpipe-v                   (p-1) (F + I - W)/2 and, if that is above 0, ((p-2) (I - F) - (2F - I))/2
-
-        Valid if `enough_microbatches` holds, W <= F and W <= I; for V-shaped schedules also F <= I.
-        """
-        whole = f + i + w
-        if schedule == "dualpipe-v":
-            return (pp - 1) * (f + i - w) / 2 + max(0.0, (pp - 2) * (i - f) - (2 * f - i)) / 2
-        each = {
-            "interleaved": whole / chunks,
-            "breadth-first": whole / chunks,
-            "zb-h1": f + i - min(f, w),
-            "zb-h2": max(0.0, f + i - 2 * w),
-            "zb-auto": max(0.0, f + i - 2 * w),
-            "zb-v": max(0.0, i - w),
-        }.get(schedule, whole)
-        return (pp - 1) * each
-
-    def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers.
-
-        It is (p-1)/(m v), and 0 for schedules that split the backward into I and W.
-        """
-        if schedule not in ("1f1b", "gpipe", "interleaved", "breadth-first"):
-            return 0.0
-        return (pp - 1) / (m * chunks)
-
-    def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return how many messages between stages are on the critical path of a step, by schedule:
-
-        1f1b                  2 (p-1) (m/p + 1) - 2    after every p microbatches a rank waits for a round trip
-        gpipe, zb-h2, zb-auto 2 (p-1)
-        breadth-first         2 (p-1)                  the other hops overlap with work on other microbatches
-        interleaved           2 (v p - 1)
-        zb-h1, dualpipe-v     4 (p-1)
-        zb-v                  6 (p-1) - 2
-
-        Valid if messages take little time compared with a stage's work, stages are equal, and m is a multiple of p: 2p or
-        more, but for 1f1b also p.
-        """
-        return {
-            "1f1b": 2 * (pp - 1) * (m / pp + 1) - 2,
-            "interleaved": 2 * (chunks * pp - 1),
-            "zb-h1": 4 * (pp - 1),
-            "dualpipe-v": 4 * (pp - 1),
-            "zb-v": 6 * (pp - 1) - 2,
-        }.get(schedule, 2 * (pp - 1))
-
-    def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
-        """Return whether these formulas hold for m microbatches.
-
-        That is if they fill the pipeline; always for 1f1b and gpipe, which need not be full.
-        """
-        if schedule in ("1f1b", "gpipe"):
-            return True
-        if schedule in ("interleaved", "breadth-first"):
-            return m % pp == 0
-        return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
-
-    def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return the maximum number of microbatches (or slices) between forward and backward on the last stage.
-
-        It is m for gpipe and breadth-first, else 1: the last stage then runs a backward right after its forward.
-        """
-        return m if schedule in ("gpipe", "breadth-first") else 1
+    live: Callable[[int, int, int, int, int], int]
+    idle: Callable[[int, float, float, float, int], float]
+    fills: Callable[[int, int], bool]
+    splits: bool = False
+    first: bool = False
 
     def why_illegal(self, job: Any, layout: Any) -> str | None:
         """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
@@ -177,14 +88,61 @@ class ClosedForms:
         return None
 
 
-OWN_FORMS = ClosedForms()
+def always(p: int, m: int) -> bool:
+    return True
+
+
+def _rounds(p: int, m: int) -> bool:
+    return m % p == 0
+
+
+def _twice(p: int, m: int) -> bool:
+    return m >= 2 * p - 1
+
+
+def _interleaved(r: int, p: int, m: int, v: int, s: int) -> int:
+    return min(p - r, m) if v == 1 else min(2 * (p - r - 1) + (v - 1) * p + 1, m * v)
+
+
+def _dualpipe_v(p: int, f: float, i: float, w: float, v: int) -> float:
+    return (p - 1) * (f + i - w) / 2 + max(0.0, (p - 2) * (i - f) - (2 * f - i)) / 2
+
+
+# The formulas stand in words at `live_chunks` and `idle_s`.
+FORMS = {
+    "1f1b": ClosedForms(lambda r, p, m, v, s: min(p - r, m), lambda p, f, i, w, v: (p - 1) * (f + i + w), always),
+    "gpipe": ClosedForms(
+        lambda r, p, m, v, s: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w), always, first=True
+    ),
+    "interleaved": ClosedForms(_interleaved, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds),
+    "breadth-first": ClosedForms(
+        lambda r, p, m, v, s: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds, first=True
+    ),
+    "zb-h1": ClosedForms(
+        lambda r, p, m, v, s: min(p, m), lambda p, f, i, w, v: (p - 1) * (f + i - min(f, w)), _twice, splits=True
+    ),
+    "zb-h2": ClosedForms(
+        lambda r, p, m, v, s: min(2 * p - 1, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
+        splits=True,
+    ),
+    "zb-auto": ClosedForms(
+        lambda r, p, m, v, s: min(2 * p, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
+        splits=True,
+    ),
+    "zb-v": ClosedForms(
+        lambda r, p, m, v, s: min(2 * p, 2 * m), lambda p, f, i, w, v: (p - 1) * max(0.0, i - w), _twice, splits=True
+    ),
+    "dualpipe-v": ClosedForms(
+        lambda r, p, m, v, s: min(2 * p + 1, 2 * m), _dualpipe_v, lambda p, m: m >= 2 * p, splits=True
+    ),
+}  # fmt: skip
 
 
 @cache
 def forms_of(schedule: str) -> ClosedForms:
     """Import and return the formulas of a schedule. Raises ValueError for a schedule that is unknown or not planned."""
-    if schedule in SCHEDULES.own:
-        return OWN_FORMS
+    if schedule in FORMS:
+        return FORMS[schedule]
     place = SCHEDULES[schedule].closed_forms
     if not place:
         raise ValueError(f"schedule={schedule} {_no_forms()}")
@@ -239,36 +197,54 @@ def stages_of(schedule: str, rank: int, pp: int, chunks: int) -> tuple[int, ...]
 
 
 def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1, slices: int = 1) -> int:
-    """Return the maximum number of activations that a rank holds, counting one per stage and microbatch (or slice)."""
-    return forms_of(schedule).live_chunks(schedule, rank, pp, m, chunks, slices)
+    """Return the maximum number of activations that rank r of p holds, one per stage and microbatch (or slice).
+
+    gpipe, breadth-first   m v
+    1f1b                   min(p - r, m)
+    interleaved            min(2 (p - r - 1) + (v - 1) p + 1, m v)
+    zb-h1                  min(p, m)
+    zb-h2                  min(2 p - 1, m)
+    zb-auto                min(2 p, m) for equal costs and a limit of 2p activations, the default of `minipar train`
+    zb-v                   min(2 p, 2 m), each of half a rank's layers
+    dualpipe-v             min(2 p + 1, 2 m), each of half a rank's layers
+
+    Valid for m >= p; equals the simulator's peak_live.
+    """
+    return forms_of(schedule).live(rank, pp, m, chunks, slices)
 
 
 def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1) -> float:
-    """Return the time that a rank is idle in a step; f, i, w are the times of its F, I, W for one microbatch."""
-    return forms_of(schedule).idle_s(schedule, pp, f, i, w, chunks)
+    """Return a rank's idle time in a step, by schedule; f, i, w are its F, I, W of one microbatch (or average slice).
+
+    1f1b, gpipe                  (p-1) (F + I + W)
+    interleaved, breadth-first   (p-1) (F + I + W) / v
+    zb-h1                        (p-1) (F + I - min(F, W))
+    zb-h2, zb-auto               (p-1) (F + I - 2W), at least 0
+    zb-v                         (p-1) (I - W), at least 0
+    dualpipe-v                   (p-1) (F + I - W)/2 and, if that is above 0, ((p-2) (I - F) - (2F - I))/2
+
+    Valid if `enough_microbatches` holds, W <= F and W <= I; for V-shaped schedules also F <= I.
+    """
+    return forms_of(schedule).idle(pp, f, i, w, chunks)
 
 
 def least_idle(schedule: str, pp: int, m: int, chunks: int, slices: int = 1) -> float:
-    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers."""
-    return forms_of(schedule).least_idle(schedule, pp, m, chunks, slices)
-
-
-def message_hops(schedule: str, pp: int, m: int, chunks: int = 1, slices: int = 1) -> float:
-    """Return how many messages between stages are on the critical path of a step; 0 without a pipeline."""
-    return forms_of(schedule).message_hops(schedule, pp, m, chunks, slices) if pp > 1 else 0.0
+    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers: (p-1)/(m v s)."""
+    return 0.0 if forms_of(schedule).splits else (pp - 1) / (m * chunks * slices)
 
 
 def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
     """Return whether there are enough microbatches for the closed forms to hold: enough to fill the pipeline."""
-    return forms_of(schedule).enough_microbatches(schedule, pp, m)
+    return forms_of(schedule).fills(pp, m)
 
 
 def live_heads(schedule: str, m: int, slices: int = 1) -> int:
     """Return the maximum number of microbatches (or slices) between forward and backward on the last stage.
 
-    All but the first of their backwards directly follow another backward of the stage, not a forward.
+    It is m if all forwards come first, else 1: the last stage then runs a backward right after its forward, and if samples
+    are cut, a sample's last slice runs backward first. All but the first of these backwards directly follow another one.
     """
-    return forms_of(schedule).live_heads(schedule, m, slices)
+    return m if forms_of(schedule).first else slices
 
 
 def chunk_choices(schedule: str, num_layers: int, pp: int) -> tuple[int, ...]:

@@ -1,32 +1,39 @@
 """Time of a training step, by part, and the utilization of the GPUs that follows from it (MFU and HFU).
 
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
-           + exposed gradients + update
+           + exposed gradients
 
 With s slices per sample, the m s slices run one after another, and each counts with the time of the average slice. Idle
 time counts with the time of the largest slice.
 
-Every layer waits for its tp and ep messages. A cp ring overlaps with the attention that it feeds, but splits it into blocks
-and merges their results. Other messages overlap with arithmetic: ZeRO-3's gathers and reductions with the arithmetic of
-the layer before; gradients, if the implementation overlaps them, with the last microbatch's backward, except for one layer.
-At most the fraction `overlap` of these messages is hidden, since messages and arithmetic share the GPU and its memory, and
-a late message delays every rank:
+Messages that a program sends beside arithmetic are hidden in part, since both share the GPU and its memory, and a late
+message delays every rank. A fraction of them hides at most, and no more of them than there is arithmetic:
 
-    exposed = max(messages - arithmetic they overlap with, (1 - overlap) messages)
+    exposed = max((1 - fraction) messages, messages - arithmetic)
+
+    gradients, ZeRO-0 to -2    0.9 behind the last microbatch's backward, and all but one layer's share
+    ZeRO-3                     0.3 of what a layer gathers and reduces, behind that layer's arithmetic
+    updated parameters         none, or with overlap_params 0.9 behind the first forward
+    tp                         none, or with overlap_tp 0.8
+    a cp ring                  all, behind attention; but it splits attention into blocks and merges their results
+    ep, Ulysses, gathers of cp none
+
+0.3 is fitted, 0.9 and 0.8 are not: the fitted runs hardly depend on them (docs/generated/planner.md). The time of the
+optimizer's update, a few milliseconds, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from minipar.cost.layout import PARTIAL, Job, Layout
+from minipar.cost.layout import Job, Layout
 from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import bucket_elems, held_elems, layer_kinds_elems, rank_kinds, unsharded_elems
-from minipar.cost.stages import RankContents, forms_of, idle_s, message_hops
+from minipar.cost.ranks import bucket_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.stages import RankContents, forms_of, idle_s
 from minipar.cost.traffic import (
     cp_layer_bytes,
     dispatch_bytes,
@@ -40,17 +47,15 @@ from minipar.cost.traffic import (
 )
 from minipar.cost.work import (
     Seconds,
-    copy_seconds,
-    core_again_seconds,
+    again_seconds,
     core_seconds,
     head_seconds,
     layer_seconds,
-    optimizer_seconds,
-    partly_again_seconds,
     ring_extra_seconds,
 )
 
-PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradients", "update")
+PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradients")
+HIDDEN_GRADIENTS, HIDDEN_ZERO3, HIDDEN_TP = 0.9, 0.3, 0.8
 
 
 class StepTime(NamedTuple):
@@ -73,110 +78,20 @@ class StepTime(NamedTuple):
         return sum(self.parts[part] for part in ("tp", "cp", "ep", "zero3", "pp", "gradients"))
 
 
-def step_time(job: Job, layout: Layout) -> StepTime:
-    """Return the predicted time of one training step."""
-    parts = step_parts(job, layout)
-    tokens = job.batch * job.seq_len
-    done = sum(parts.values()) * job.gpus * job.machine.peak_flops
-    model = model_flops_per_token(job.shape, job.seq_len) * tokens / done
-    return StepTime(
-        parts, model, hardware_flops_per_token(job.shape, job.seq_len, layout.recompute) * tokens / done
-    )
+class Reduction(NamedTuple):
+    """The time in a step to reduce gradients in another form, such as compressed.
 
-
-class GradientTerm(Protocol):
-    """The time to reduce gradients in another form, such as compressed.
-
-    elems  the numbers of (dense, expert) elements on a rank
-    hides  whether the messages may overlap with the backward, as those of uncompressed gradients do
+    messages_s  of messages      codec_s  of encoding and decoding, which overlap with nothing
+    hides       whether the messages may overlap with the backward, as those of uncompressed gradients do
     """
 
-    @property
-    def hides(self) -> bool: ...
-
-    def messages_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        """Return the time that messages take in a step."""
-
-    def codec_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        """Return the time of encoding and decoding, which overlap with nothing."""
+    messages_s: float
+    codec_s: float
+    hides: bool
 
 
-def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) -> dict[str, float]:
-    """Return the time of each of PARTS in a step. `gradients` replaces the reduction of uncompressed gradients."""
-    a, m = layout, layout.microbatches(job)
-    units = m * a.slices
-    largest = forms_of(a.schedule).largest_share(job, a)
-    kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
-    layer = _layer_layout(a)
-    works = [_rank_work(job, layer, *held[2:4], held.last) for held in kinds]
-    held, work = max(zip(kinds, works), key=lambda pair: pair[1].seconds.total)
-    parts = {name: units * seconds for name, seconds in work.parts.items()}
-    parts["idle"] = parts["pp"] = 0.0
-    if a.pp > 1:
-        parts["idle"] = largest * idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks)
-        parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks, a.slices) * _message_s(job, a)
-    parts["zero3"] += _root_s(job, a, held)
-    parts["gradients"], parts["update"] = _after_backward(job, a, held, work, gradients)
-    return parts
-
-
-def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the time per microbatch on a rank with contents `held`; gradients and update are spread over microbatches."""
-    work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
-    once_a_step = _root_s(job, a, held) + sum(_after_backward(job, a, held, work))
-    return work.seconds.total + once_a_step / a.microbatches(job)
-
-
-def _root_s(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the time per step to gather the parameters outside the layers under ZeRO-3, which overlaps with nothing."""
-    if a.zero < 3:
-        return 0.0
-    links, weight = sharding_links(job, a, "dp")[0], job.bytes_of.weight
-    roots = root_gathers(job, a, held)
-    return sum(n * collective_s(job.machine, links, "all_gather", root * weight) for root, n in roots if root)
-
-
-def _after_backward(
-    job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
-) -> tuple[float, float]:
-    """Return (messages, update): the exposed time to reduce gradients and gather updated parameters; the update's time."""
-    elems, unsharded = held_elems(job, a, held), unsharded_elems(job, a, held)
-    sharded = elems[0] - unsharded, elems[1]
-    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, sharded)
-    if unsharded:
-        whole_s, _, whole = _gradients(job, a.dp, a.cp, a.ep, a.tp, 0, (unsharded, 0))
-        reduce_s, updated = reduce_s + whole_s, updated + whole
-    codec_s, hides = 0.0, job.implementation.overlap_gradients
-    if a.zero == 3 and job.implementation.reduce_every == "microbatch":
-        reduce_s = 0.0  # these reductions are counted in the layers' time
-    if term is not None:
-        reduce_s, codec_s = term.messages_s(job, a, elems), term.codec_s(job, a, elems)
-        hides = hides and term.hides
-    exposed = reduce_s
-    if hides:
-        last = 1 / held.num_layers  # the last layer's gradients have no backward left to overlap with
-        backward = work.seconds.input_gradient + work.seconds.weight_gradient
-        hidden = min(backward * (1 - last), job.implementation.overlap_with(a.zero) * reduce_s)
-        exposed = max(reduce_s - hidden, reduce_s * last)
-    if job.implementation.overlap_params:
-        gather_s = _exposed(gather_s, work.seconds.forward, job.implementation.overlap)
-    if num_bytes := tied_bytes(job, a):  # exchanged at the end of the step, by whichever rank ends last
-        exposed += send_s(job.machine, a, num_bytes)
-    return exposed + codec_s + gather_s, optimizer_seconds(job, updated)
-
-
-def _others(pp: int, kinds: Sequence[RankContents], works: Sequence[RankWork], slowest: RankWork) -> Seconds:
-    """Return the mean times of F, I and W on the other pipeline ranks: while these fill and drain, the slowest idles."""
-    sums = (sum(held.num_ranks * w.seconds[op] for held, w in zip(kinds, works)) for op in range(3))
-    return Seconds(*((total - slowest.seconds[op]) / (pp - 1) for op, total in enumerate(sums)))
-
-
-def _message_s(job: Job, a: Layout) -> float:
-    message = send_s(job.machine, a, message_bytes(job, a) / a.slices)
-    if job.implementation.scatter_pipeline:
-        links = axis_links(job.machine, a, "tp")
-        message += collective_s(job.machine, links, "all_gather", hidden_bytes(job, a) / a.slices)
-    return message
+# (dense, expert) elements on a rank -> how its gradients are reduced
+Reduce = Callable[[tuple[int, int]], Reduction]
 
 
 class RankWork(NamedTuple):
@@ -184,6 +99,50 @@ class RankWork(NamedTuple):
 
     parts: dict[str, float]
     seconds: Seconds
+
+
+def step_time(job: Job, layout: Layout) -> StepTime:
+    """Return the predicted time of one training step."""
+    parts = step_parts(job, layout)
+    per_flop = job.batch * job.seq_len / (sum(parts.values()) * job.gpus * job.machine.peak_flops)
+    mfu = per_flop * model_flops_per_token(job.shape, job.seq_len)
+    return StepTime(parts, mfu, per_flop * hardware_flops_per_token(job.shape, job.seq_len, layout.recompute))
+
+
+def step_parts(job: Job, layout: Layout, reduce: Reduce | None = None) -> dict[str, float]:
+    """Return the time of each of PARTS in a step. `reduce` replaces the reduction of uncompressed gradients."""
+    a, forms = layout, forms_of(layout.schedule)
+    kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
+    layer = _layer_layout(a)
+    works = [_rank_work(job, layer, held.num_layers, held.num_moe, held.last) for held in kinds]
+    held, slowest = max(zip(kinds, works), key=lambda pair: pair[1].seconds.total)
+    parts = {name: a.microbatches(job) * a.slices * slowest.parts.get(name, 0.0) for name in PARTS}
+    if a.pp > 1:
+        # While the other ranks fill and drain the pipeline, the slowest idles: their mean time counts.
+        sums = (sum(k.num_ranks * w.seconds[op] for k, w in zip(kinds, works)) for op in range(3))
+        f, i, w = ((total - own) / (a.pp - 1) for total, own in zip(sums, slowest.seconds))
+        parts["idle"] = forms.largest_share(job, a) * idle_s(a.schedule, a.pp, f, i, w, a.chunks)
+        parts["pp"] = 2 * (a.pp * a.chunks - 1) * send_s(job.machine, a, message_bytes(job, a) / a.slices)
+    parts["zero3"] += _roots_s(job, a, held)
+    parts["gradients"] = _gradients_s(job, a, held, slowest.seconds, reduce)
+    return parts
+
+
+def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
+    """Return the time per microbatch on a rank with contents `held`; gradients are spread over microbatches."""
+    work = _rank_work(job, _layer_layout(a), held.num_layers, held.num_moe, held.last).seconds
+    return work.total + (_roots_s(job, a, held) + _gradients_s(job, a, held, work)) / a.microbatches(job)
+
+
+def least_seconds(job: Job, a: Layout) -> float:
+    """Return a lower bound on the time of a step: an even share of the layers and the head.
+
+    Idle time, messages between stages and gradients are left out.
+    """
+    moe = job.shape.num_moe_layers
+    work = _rank_work(job, _layer_layout(a), job.shape.num_layers, moe, True).seconds.total
+    # A lower bound must not exceed the exact time, in which the same terms, summed in another order, may round lower.
+    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
 
 
 def _layer_layout(a: Layout) -> Layout:
@@ -197,197 +156,164 @@ def _layer_layout(a: Layout) -> Layout:
     )
 
 
-def least_seconds(job: Job, a: Layout) -> float:
-    """Return a lower bound on the time of a step: an even share of the layers and the head.
-
-    Idle time, messages between stages, gradients and the update are left out.
-    """
-    layer, work, moe = _layer_layout(a), 0.0, job.shape.num_moe_layers
-    for number, experts in ((job.shape.num_layers - moe, False), (moe, True)):
-        if number:
-            parts = _layer_parts(job, layer, experts)
-            work += number * (
-                parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
-            )
-    work += head_seconds(job, a.tokens(job) / a.slices, a.tp).total
-    # A lower bound must not exceed the exact time, in which the same terms, summed in another order, may round lower.
-    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
-
-
 @cache
-def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bool) -> RankWork:
-    parts = dict.fromkeys(PARTS[:6], 0.0)
-    tokens = layout.tokens(job) / layout.slices
-    f, i, w = head = head_seconds(job, tokens, layout.tp) if last else Seconds(0.0, 0.0, 0.0)
-    parts["compute"] = head.total
+def _rank_work(job: Job, a: Layout, num_layers: int, num_moe: int, last: bool) -> RankWork:
+    head = head_seconds(job, a.tokens(job) / a.slices, a.tp) if last else Seconds(0.0, 0.0, 0.0)
+    parts, seconds = {"compute": head.total}, head
     for number, experts in ((num_layers - num_moe, False), (num_moe, True)):
-        if not number:
-            continue
-        layer = _layer_parts(job, layout, experts)
-        parts["compute"] += number * layer.work.total
-        parts["recompute"] += number * layer.again
-        f += number * (layer.work.forward + sum(layer.forward.values()))
-        i += number * (layer.work.input_gradient + layer.again + sum(layer.backward.values()))
-        w += number * layer.work.weight_gradient
-        for waited in (layer.forward, layer.backward):
-            for name, seconds in waited.items():
-                parts[name] += number * seconds
-    return RankWork(parts, Seconds(f, i, w))
-
-
-class LayerParts(NamedTuple):
-    """The time of one layer for one microbatch (or average slice), in seconds.
-
-    work               arithmetic                again  recomputation
-    forward, backward  waiting for messages, by part
-    """
-
-    work: Seconds
-    again: float
-    forward: dict[str, float]
-    backward: dict[str, float]
+        if number:
+            layer = _layer_work(job, a, experts)
+            for name, each in layer.parts.items():
+                parts[name] = parts.get(name, 0.0) + number * each
+            seconds = Seconds(*(so_far + number * each for so_far, each in zip(seconds, layer.seconds)))
+    return RankWork(parts, seconds)
 
 
 @cache
-def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
-    tokens, s = a.tokens(job) / a.slices, a.slices
+def _layer_work(job: Job, a: Layout, experts: bool) -> RankWork:
+    """Return the work of one layer. Each wait is a pair of seconds: in the forward, in the backward."""
+    tokens = a.tokens(job) / a.slices
     work = layer_seconds(job, tokens, a.tp, experts, a.ep)
-    again = work.forward if a.unit else 0.0
-    if a.recompute == "selective":
-        again = core_again_seconds(job, tokens, a.tp)
-    if a.recompute in PARTIAL:
-        again = partly_again_seconds(job, a.recompute, tokens, a.tp, experts, a.ep)
-    times = tp_sums(job, a, experts)
-    one_sum = tp_sum_s(job, a, hidden_bytes(job, a) / s)
-    forward, backward = {"tp": times[0] * one_sum}, {"tp": times[1] * one_sum}
+    again = again_seconds(job, a.recompute, tokens, a.tp, experts, a.ep)
+    behind = work.forward, again + work.input_gradient + work.weight_gradient
+    waits = {"tp": _tp_s(job, a, experts, behind)}
     if experts:
-        each, part = 2 * dispatch_s(job, a), job.implementation.expert_overlap
-        forward["ep"] = _exposed(each, work.forward, part)
-        backward["ep"] = _exposed(
-            each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part
-        )
+        each = dispatch_s(job, a)
+        waits["ep"] = 2 * each, (4 if a.unit else 2) * each
     if a.cp > 1:
-        forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
+        waits["cp"] = _ring_s(job, a) if a.cp_attention == "ring" else _waited_cp_s(job, a)
     if a.zero == 3:
-        gather, reduce = _unit_messages(job, a, experts)
-        part = job.implementation.overlap_with(a.zero)
-        forward["zero3"] = _exposed(gather, work.forward, part)
-        behind = again + work.input_gradient + work.weight_gradient
-        backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, part)
-    return LayerParts(work, again, forward, backward)
+        waits["zero3"] = _zero3_s(job, a, experts, behind)
+    parts = {"compute": work.total, "recompute": again} | {name: sum(pair) for name, pair in waits.items()}
+    forward, backward = (sum(pair[way] for pair in waits.values()) for way in (0, 1))
+    f, i, w = work
+    return RankWork(parts, Seconds(f + forward, i + again + backward, w))
+
+
+# Messages, and what of them is exposed ----------------------------------------------------------------------------------
+
+
+def _exposed(messages_s: float, arithmetic_s: float, fraction: float) -> float:
+    """Return the time of messages that arithmetic does not hide: it hides at most this fraction of them."""
+    return max((1 - fraction) * messages_s, messages_s - arithmetic_s)
+
+
+def _tp_s(job: Job, a: Layout, experts: bool, behind: tuple[float, float]) -> tuple[float, float]:
+    """Return the waits for sums of hidden states: all-reduces, or with sequence parallelism the two halves of each."""
+    links, how, size = axis_links(job.machine, a, "tp"), job.implementation, hidden_bytes(job, a) / a.slices
+    kinds = ("reduce_scatter", "all_gather") if how.sequence_parallel else ("all_reduce",)
+    each = sum(collective_s(job.machine, links, kind, size) for kind in kinds)
+    fraction = HIDDEN_TP if how.overlap_tp else 0.0
+    forward, backward = (_exposed(n * each, s, fraction) for n, s in zip(tp_sums(job, a, experts), behind))
+    return forward, backward
 
 
 def dispatch_s(job: Job, a: Layout) -> float:
     """Return the time of one all-to-all of a layer with experts.
 
-    A token is sent k times. With `once_per_rank` it is sent only once to a rank that has several of its experts, and with
-    `once_per_node` only once to another node. DeepEP does both (is_token_in_rank in its csrc/kernels).
+    A token is sent k times. With `once_per_rank` it is sent once to a rank that has several of its experts, and once to
+    another node, whose ranks copy it: on n of them, k experts drawn at random are on n (1 - (1 - 1/n)^k).
+    Source: DeepEP, is_token_in_rank in its csrc/kernels.
     """
     how, machine, k = job.implementation, job.machine, job.shape.top_k
     links = axis_links(machine, a, "ep", how.fold_experts)
     once, nodes = dispatch_bytes(job, a) / a.slices / k, links.nodes
-    num_bytes = once * (_places(job, a.ep) if how.once_per_rank else k)
-    if nodes == 1 or not how.once_per_node or machine.collectives is not None:
+
+    def places(n: int) -> float:
+        if how.adjacent_experts:
+            return max(1.0, k * n / job.shape.num_experts)
+        return n * (1 - (1 - 1 / n) ** k)
+
+    num_bytes = once * (places(a.ep) if how.once_per_rank else k)
+    if nodes == 1 or not how.once_per_rank or machine.collectives is not None:
         return collective_s(machine, links, "all_to_all", num_bytes)
     latency_s, _ = latency_and_bytes_s(machine, links, "all_to_all", once * k)
-    away = once * _places(job, nodes) * (nodes - 1) / nodes
-    inside = num_bytes * (links.per_node - 1) / links.per_node
-    return message_s(latency_s, max(inside / links.inside, away / (links.between / links.per_node)))
+    inside_s = num_bytes * (links.per_node - 1) / links.per_node / links.inside
+    away_s = once * places(nodes) * (nodes - 1) / nodes / (links.between / links.per_node)
+    return message_s(latency_s, max(inside_s, away_s))
 
 
-def _places(job: Job, number: int) -> float:
-    """Return on how many of `number` ranks or nodes the k experts of a token are, on average."""
-    k, experts = job.shape.top_k, job.shape.num_experts
-    if job.implementation.adjacent_experts:
-        return max(1.0, k * number / experts)
-    return number * (1 - (1 - 1 / number) ** k)
-
-
-def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
-    """Return the time of one sum of hidden states over tp.
-
-    It is an all-reduce or, with sequence parallelism, its two halves: a reduce-scatter and an all-gather. With
-    `joins_tokens` each half copies the whole vector: 2 n bytes read and 2 n written for n bytes.
-    Source: torch/distributed/_functional_collectives.py, all_gather_tensor and reduce_scatter_tensor along a dim but 0.
-    """
-    links, how = axis_links(job.machine, a, "tp"), job.implementation
-    kinds = ("reduce_scatter", "all_gather") if how.sequence_parallel else ("all_reduce",)
-    messages_s = sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
-    copied = how.joins_tokens and how.sequence_parallel and a.tp > 1
-    return messages_s + (2 * copy_seconds(job, num_bytes) if copied else 0.0)
-
-
-def _exposed(messages_s: float, arithmetic_s: float, overlap: float) -> float:
-    """Return the time of the messages that does not overlap with the arithmetic; at most the fraction `overlap` does."""
-    return messages_s - min(arithmetic_s, overlap * messages_s)
-
-
-def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
-    """Return (gather, reduce) for ZeRO-3: the times to all-gather a layer's weights once and to reduce its gradients once.
-
-    `reduce` is 0 if gradients are reduced once per step instead of per microbatch: `_after_backward` counts that time.
-    """
-    machine, b, times = job.machine, job.bytes_of, job.implementation.gathers_per_layer
-    reduces = job.implementation.reduce_every == "microbatch"
-    gather = reduce = 0.0
-    for axis, elems in zip(("dp", "edp"), layer_kinds_elems(job, a.tp, a.ep)[experts]):
-        if elems:
-            links, part = sharding_links(job, a, axis)[0], elems / times
-            gather += times * collective_s(machine, links, "all_gather", part * b.weight)
-            reduce += (
-                reduces * times * collective_s(machine, links, "reduce_scatter", part * job.reduced_bytes)
-            )
-    return gather, reduce
-
-
-def _ring(job: Job, a: Layout) -> tuple[float, float]:
-    """Return (forward, backward): the time that ring attention adds to a layer.
-
-    It consists of exposed messages, the lower kernel efficiency of smaller blocks, and the merging of partial results.
-    """
+def _ring_s(job: Job, a: Layout) -> tuple[float, float]:
+    """Return the time that ring attention adds to a layer: exposed messages, slower small blocks, merged results."""
     links, tokens = axis_links(job.machine, a, "cp"), a.tokens(job)
-    core = core_seconds(job, tokens, a.tp)
+    core, extra = core_seconds(job, tokens, a.tp), ring_extra_seconds(job, tokens, a.tp, a.cp)
     slowest = min([links.inside] * (links.per_node > 1) + [links.between] * (links.nodes > 1))
     latency = job.machine.network_latency_s if links.nodes > 1 else job.machine.link_latency_s
     hops = (a.cp - 1) * (job.machine.start_latency_s + latency)
     forward, backward = (hops + num_bytes / slowest for num_bytes in cp_layer_bytes(job, a))
-    extra = ring_extra_seconds(job, tokens, a.tp, a.cp)
     return max(0.0, forward - core) + extra, max(0.0, backward - 2.5 * core) + 2.5 * extra
 
 
-def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
-    """Return (forward, backward): the time of a layer's cp messages, none of which overlap with arithmetic.
-
-    They are Ulysses' all-to-alls, or the all-gather of keys and values and the reduce-scatter of their gradients.
-    """
-    links, sent = axis_links(job.machine, a, "cp"), cp_layer_bytes(job, a)
-    whole = [num_bytes * a.cp / (a.cp - 1) for num_bytes in sent]
+def _waited_cp_s(job: Job, a: Layout) -> tuple[float, float]:
+    """Return the time of Ulysses' all-to-alls, or of gathering keys and values and reducing their gradients."""
+    links, (there, back) = axis_links(job.machine, a, "cp"), cp_layer_bytes(job, a)
+    whole = a.cp / (a.cp - 1)
     if a.cp_attention == "ulysses":
-        forward, backward = (collective_s(job.machine, links, "all_to_all", n) for n in whole)
-        again = forward if a.unit else 0.0
-        return forward, backward + again
-    gather = collective_s(job.machine, links, "all_gather", whole[0])
-    reduce = collective_s(job.machine, links, "reduce_scatter", whole[1] - whole[0])
-    return gather, gather + reduce
+        each = collective_s(job.machine, links, "all_to_all", whole * there)
+        return each, (2 if a.unit else 1) * each
+    gather = collective_s(job.machine, links, "all_gather", whole * there)
+    return gather, gather + collective_s(job.machine, links, "reduce_scatter", whole * (back - there))
+
+
+def _zero3_s(job: Job, a: Layout, experts: bool, behind: tuple[float, float]) -> tuple[float, float]:
+    """Return the exposed time of a layer's gathers and, if gradients are reduced every microbatch, of its reduction."""
+    machine, b = job.machine, job.bytes_of
+    gather = reduce = 0.0
+    for axis, elems in zip(("dp", "edp"), layer_kinds_elems(job, a.tp, a.ep)[experts]):
+        if elems:
+            links = sharding_links(job, a, axis)[0]
+            gather += collective_s(machine, links, "all_gather", elems * b.weight)
+            if job.implementation.reduce_every == "microbatch":
+                reduce += collective_s(machine, links, "reduce_scatter", elems * job.reduced_bytes)
+    forward, backward = behind
+    again = (gathers(a) - 1) * gather + reduce
+    return _exposed(gather, forward, HIDDEN_ZERO3), _exposed(again, backward, HIDDEN_ZERO3)
+
+
+def _roots_s(job: Job, a: Layout, held: RankContents) -> float:
+    """Return the time per step to gather the parameters outside the layers under ZeRO-3, which overlaps with nothing."""
+    if a.zero < 3:
+        return 0.0
+    links, weight = sharding_links(job, a, "dp")[0], job.bytes_of.weight
+    roots = root_gathers(job, a, held)
+    return sum(n * collective_s(job.machine, links, "all_gather", root * weight) for root, n in roots if root)
+
+
+def _gradients_s(
+    job: Job, a: Layout, held: RankContents, work: Seconds, reduce: Reduce | None = None
+) -> float:
+    """Return the exposed time to reduce gradients, those of tied embeddings too, and to gather updated parameters."""
+    how, elems, backward = (
+        job.implementation,
+        held_elems(job, a, held),
+        work.input_gradient + work.weight_gradient,
+    )
+    reduce_s, gather_s = _all_gradients_s(job, Layout(a.dp, 1, a.cp, a.ep, a.tp, a.zero), elems)
+    if a.zero == 3 and how.reduce_every == "microbatch":
+        reduce_s = 0.0  # counted in the layers' time
+    found = Reduction(reduce_s, 0.0, True) if reduce is None else reduce(elems)
+    last = 1 / held.num_layers  # the last layer's gradients have no backward left to overlap with
+    fraction = min(1 - last, HIDDEN_ZERO3 if a.zero == 3 else HIDDEN_GRADIENTS)
+    hides = found.hides and how.overlap_gradients
+    exposed = _exposed(found.messages_s, (1 - last) * backward, fraction if hides else 0.0)
+    params = _exposed(gather_s, work.forward, HIDDEN_GRADIENTS if how.overlap_params else 0.0)
+    tied = tied_bytes(job, a)
+    return exposed + found.codec_s + params + (send_s(job.machine, a, tied) if tied else 0.0)
 
 
 @cache
-def _gradients(
-    job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int]
-) -> tuple[float, float, float]:
-    """Return (time to reduce gradients, time to gather updated parameters, number of elements that a rank updates)."""
-    b, a = job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
-    kind = "reduce_scatter" if zero else "all_reduce"
-    reduce_s = gather_s = updated = 0.0
+def _all_gradients_s(job: Job, a: Layout, elems: tuple[int, int]) -> tuple[float, float]:
+    """Return (time to reduce gradients, time to gather updated parameters)."""
+    reduce_s = gather_s = 0.0
     for axis, number in zip(("dp", "edp"), elems):
-        links, copies = sharding_links(job, a, axis)
         if number:
+            links, copies = sharding_links(job, a, axis)
+            kind = "reduce_scatter" if a.zero else "all_reduce"
             reduce_s += in_buckets_s(job, a, links, kind, number, job.reduced_bytes)
             reduce_s += in_buckets_s(job, a, copies, "all_reduce", number / links.size, job.reduced_bytes)
-        if zero in (1, 2) and number:
-            gather_s += in_buckets_s(job, a, links, "all_gather", number, b.weight)
-        updated += number / (links.size if zero else 1)
-    return reduce_s, gather_s, updated
+            if a.zero in (1, 2):
+                gather_s += in_buckets_s(job, a, links, "all_gather", number, job.bytes_of.weight)
+    return reduce_s, gather_s
 
 
 def in_buckets_s(job: Job, a: Layout, links: Links, kind: str, elems: float, elem_bytes: int) -> float:

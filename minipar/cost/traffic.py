@@ -128,8 +128,7 @@ def latent_width(shape: ModelShape) -> int:
 
 def message_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes of a stage's output, as one tp rank sends it."""
-    how = job.implementation
-    return hidden_bytes(job, layout) / (layout.tp if how.sequence_parallel or how.scatter_pipeline else 1)
+    return hidden_bytes(job, layout) / (layout.tp if job.implementation.sequence_parallel else 1)
 
 
 def _pp(job: Job, layout: Layout, rank: int) -> float:

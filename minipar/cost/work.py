@@ -36,11 +36,14 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.layout import Job
+from minipar.cost.layout import PARTIAL, Job
 from minipar.cost.models import core_width, dense_matmul_elems, expert_elems, layer_matmul_elems
 
 # The number of tokens in a block at which a flash attention kernel reaches half of its rate.
 SLOW_TOKENS = 440
+
+# The number of rows of an expert at which its products reach half of their rate, fitted to runs of mixtures.
+SLOW_ROWS = 1500
 
 # Elements read and written per routed row and feature to sort rows by expert: before and after dispatch, and for combine.
 SORTED = 8
@@ -65,13 +68,23 @@ def layer_seconds(job: Job, tokens: float, tp: int, experts: bool, ep: int = 1) 
     flash = job.implementation.attention != "dense"
     elems = layer_matmul_elems(shape, shape.first_moe_layer) if experts else dense_matmul_elems(shape)
     operands = _operand_bytes(job, elems, tokens, tp, ep if experts else 0) / _hbm_rate(job)
-    matrices = 2 * elems * tokens / tp / _matmul_rate(job) + operands
+    slow = _few_rows(job, tp, ep) if experts else 0.0
+    matrices = 2 * (elems * tokens + slow) / tp / _matmul_rate(job) + operands
     core = core_seconds(job, tokens, tp)
     memory = _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
-    added = _added_gradient_bytes(job, elems, tp, ep if experts else 0) / _hbm_rate(job)
-    return Seconds(
-        matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices + added
-    )
+    backward = matrices + (2.5 if flash else 2) * core + 2 * memory
+    return Seconds(matrices + core + memory, backward, matrices)
+
+
+def _few_rows(job: Job, tp: int, ep: int) -> float:
+    """Return the multiplications that experts' products take longer by, since each of them has few rows.
+
+    With r rows an expert reaches r / (r + SLOW_ROWS) of the rate of a large product.
+    """
+    shape, fold = job.shape, job.implementation.fold_experts
+    # An expert's rows are those of the ep ranks that share a set of experts, of which tp ranks may have the same tokens.
+    senders = ep / tp if fold else ep
+    return shape.num_experts / senders * SLOW_ROWS * expert_elems(shape)
 
 
 def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -> float:
@@ -99,20 +112,22 @@ def ring_extra_seconds(job: Job, tokens: float, tp: int, cp: int) -> float:
     return core_seconds(job, tokens, tp, job.seq_len / cp) - whole + merges
 
 
-def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
-    """Return the time of selective recomputation: the attention core, and reading and writing its stored scores."""
-    passes = _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
-    return core_seconds(job, tokens, tp) + passes
+def again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int = 1) -> float:
+    """Return the time of recomputing a part of a layer, or all of it.
 
-
-def partly_again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int) -> float:
-    """Return the time to recompute norms and activation functions and, with "ops", half of a layer's products."""
-    work = layer_seconds(job, tokens, tp, experts, ep)
-    core, flash = core_seconds(job, tokens, tp), job.implementation.attention != "dense"
-    passes = (
-        work.input_gradient - work.forward - (1.5 if flash else 1) * core
-    )  # of which a backward has twice as many
-    return passes + ((work.forward - core - passes) / 2 if recompute == "ops" else 0.0)
+    selective  the attention core, whose stored scores are read and written
+    acts, ops  norms and activation functions; with "ops" half of the products, too
+    """
+    if recompute == "none":
+        return 0.0
+    core = core_seconds(job, tokens, tp)
+    if recompute == "selective":
+        return core + _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
+    forward = layer_seconds(job, tokens, tp, experts, ep).forward
+    if recompute not in PARTIAL:
+        return forward
+    passes = _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
+    return passes + ((forward - core - passes) / 2 if recompute == "ops" else 0.0)
 
 
 def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
@@ -123,20 +138,6 @@ def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
     product = 2 * job.shape.dim * job.shape.vocab_size * tokens / tp / _matmul_rate(job)
     passes = 12 * job.shape.vocab_size * tokens / tp / _hbm_rate(job)
     return Seconds(product + passes, product + passes, product)
-
-
-def copy_seconds(job: Job, num_bytes: float) -> float:
-    """Return the time to copy `num_bytes` in a GPU's memory: each is read and written."""
-    return 2 * num_bytes / _hbm_rate(job)
-
-
-def optimizer_seconds(job: Job, elems: float) -> float:
-    """Return the time to update `elems` parameters.
-
-    The update reads the gradient, master weights and both moments; it writes the master weights, moments and weights.
-    """
-    b = job.bytes_of
-    return elems * (b.gradient + 2 * b.state + b.weight) / _hbm_rate(job)
 
 
 def _matmul_rate(job: Job) -> float:
@@ -182,15 +183,8 @@ def _held_weights(job: Job, elems: int, tp: int, ep: int) -> float:
     return (elems - used) / tp + held
 
 
-def _added_gradient_bytes(job: Job, elems: int, tp: int, ep: int) -> float:
-    """Return the bytes that are read and written to add a microbatch's gradients, besides those of `_operand_bytes`."""
-    if not job.implementation.adds_gradients:
-        return 0.0
-    return _held_weights(job, elems, tp, ep) * (2 * job.bytes_of.gradient - job.bytes_of.activation)
-
-
 def _cudnn_speed(job: Job) -> float:
-    narrow, wide = job.machine.cudnn_speeds if job.implementation.cudnn else (1.0, 1.0)
+    narrow, wide = job.machine.cudnn_speeds if job.implementation.attention == "cudnn" else (1.0, 1.0)
     return narrow if job.shape.core_head_dim <= 64 else wide
 
 

@@ -7,7 +7,6 @@ from math import ceil, log
 from typing import Any
 
 from minipar.cost import activations, collectives, links, memory, models, serving, stages, traffic
-from minipar.cost.doubt import SPREADS
 from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS, gpt
@@ -15,7 +14,6 @@ from minipar.schedules import dualpipe_v, gpipe, one_f_one_b, simulate
 
 _H100, _A100 = MACHINES["h100"], MACHINES["a100-80gb"]
 VALUES: dict[str, Any] = dict(
-    SPREADS=SPREADS,
     H100=_H100,
     A100=_A100,
     B200=MACHINES["b200"],
@@ -43,7 +41,6 @@ MEANING = {
     "JSEQ, JPLAIN": "Llama 2 70B on 64 H100, with sequence parallelism and without",
     "JLONG": "Llama 2 7B on 64 H100, samples of 65,536 tokens",
     "JTOP1, JTOP2": "Mixtral 8x7B on 8 H100, one expert a token and two",
-    "SPREADS": "by kind of layout, the doubt that `minipar plan` prints",
 }
 _MODULES = (activations, collectives, links, memory, models, serving, stages, traffic)
 FUNCTIONS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -9,35 +10,42 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.planner import fit
+from benchmarks.planner import fit, planner_page, roofline
+from benchmarks.planner.ablation import TERMS, score
 from benchmarks.planner.fit import (
-    FEW,
-    FITTED,
-    FREE,
-    centred,
+    NUMBERS,
+    covered,
+    dense,
     fitted_default,
+    fitted_hidden,
     fitted_program,
-    fitted_runs,
-    held_out_spreads,
-    program_spreads,
+    fitted_rows,
+    mean_error,
+    mixtures,
+    pair_errors,
+    program_of,
+    ranking,
     runs_of,
     spearman,
-    weighted_median,
+    strangers_errors,
+    unknown_error,
+    weighted_quantile,
 )
 from benchmarks.planner.planner_page import page
 from benchmarks.planner.published_choices import jobs, row
-from benchmarks.planner.published_runs import TABLES, published_runs, spread
-from minipar.cost import planner
-from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, comparison_doubt, doubt, kind_of
+from benchmarks.planner.published_runs import TABLES, published_runs
+from minipar.cost import planner, timing, work
+from minipar.cost.doubt import DENSE, MIXED, MIXTURE, NEAR, PER_DOUBLING, UNLIKE, doubt, kind_of, unusual
 from minipar.cost.layout import Implementation, Job, parse_layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS
-from minipar.cost.planner import NEAR, Candidate, Plan, plan, simplicity, unusual
+from minipar.cost.planner import Candidate, Plan, plan, simplicity
 from minipar.cost.programs import PROGRAMS
 from tests.cost.published import SC21_TABLE1
 
 ROOT = Path(__file__).parents[2]
 RUNS = published_runs()
+HELD = [run for run in RUNS if run.held_out]
 
 
 def test_about_half_of_the_runs_are_held_out_and_every_table_is_used():
@@ -55,43 +63,67 @@ def test_megatrons_table_is_the_one_of_the_other_tests():
     assert [run.layout.world_size for run in rows] == [row.gpus for row in SC21_TABLE1]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if len(fitted_runs(name)) >= FEW])
+@pytest.mark.parametrize("program", NUMBERS)
 def test_the_numbers_in_use_are_the_fitted_ones(program):
     fitted, used = fitted_program(program), PROGRAMS[program].implementation
     assert used.arithmetic == pytest.approx(fitted.arithmetic, abs=0.006)
-    assert [getattr(used, name) for name in FITTED[1:]] == [getattr(fitted, name) for name in FITTED[1:]]
+    assert used.attention_speed == fitted.attention_speed
 
 
-def test_an_overlap_fitted_without_zero3_is_not_used_for_zero3():
-    for name in (name for name, free in FREE.items() if "overlap" in free):
-        fitted = any(run.layout.zero == 3 for run in fitted_runs(name))
-        default = None if fitted else Implementation().overlap
-        assert PROGRAMS[name].implementation.zero3_overlap == default, name
-    assert not any(run.layout.zero == 3 for run in fitted_runs("megatron-core"))
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_its_own_numbers_only_where_they_help(program):
+    """They must bring the held-out dense runs nearer; a program without any has the default."""
+    used, default = PROGRAMS[program].implementation, Implementation()
+    own = (used.arithmetic, used.attention_speed) != (default.arithmetic, default.attention_speed)
+    assert own == (program in NUMBERS)
+    if own:
+        held = dense(runs_of(program, held_out=True))
+        assert mean_error(held, lambda run: run.error()) < mean_error(held, unknown_error)
 
 
-@pytest.mark.parametrize(
-    ("program", "mean"), [("torchtitan", 0.06), ("torchtitan-eager", 0.07), ("kempnerforge", 0.1)]
-)
-def test_copies_that_join_tokens_bring_held_out_runs_nearer(program, mean):
-    """Mean errors of dense runs: 8.9, 11.4 and 11.7 % without copies, arithmetic fitted anew; 5.3, 6.2 and 9.8 % with."""
-
-    def error_of(how):
-        held = [run for run in runs_of(program, held_out=True) if run.kind != MIXTURE]
-        return fmean(abs(math.expm1(run.error(how))) for run in held)
-
-    used = PROGRAMS[program].implementation
-    without = centred([fitted_runs(program)], replace(used, joins_tokens=False))
-    assert used.joins_tokens
-    assert error_of(used) < min(mean, error_of(without))
-
-
-@pytest.mark.thorough
 def test_an_unknown_program_has_the_numbers_fitted_to_all():
-    arithmetic, overlap = fitted_default()
-    assert Implementation().arithmetic == pytest.approx(arithmetic, abs=0.006)
-    assert Implementation().overlap == overlap
+    assert Implementation().arithmetic == pytest.approx(fitted_default(), abs=0.006)
+    assert fitted_hidden() == timing.HIDDEN_ZERO3
+    assert fitted_rows() == work.SLOW_ROWS
+
+
+def test_held_out_runs_are_nearer_than_by_a_roofline():
+    """Dense 4.7 % if the program is known, 7.8 % else; mixtures 20 %; ranking 0.92. Roofline: 12.5, 13.4, 21.7, 0.57."""
+
+    def errors(known, unknown) -> tuple[float, ...]:
+        return (
+            mean_error(dense(HELD), known),
+            mean_error(dense(HELD), unknown),
+            mean_error(mixtures(HELD), known),
+        )
+
+    ours = errors(lambda run: run.error(), unknown_error)
+    assert [ours[0] < 0.05, ours[1] < 0.08, ours[2] < 0.205] == [True] * 3
+    plain = errors(roofline.known_error, roofline.unknown_error)
+    assert all(mine < theirs for mine, theirs in zip(ours, plain))
+    assert fmean(ranking().values()) > 0.9 > fmean(ranking(roofline.known_error).values()) + 0.2
+
+
+# Terms that buy nothing on these runs, and why the model has them all the same (the page says it).
+UNDECIDED = (
+    "the model as it is",
+    "gradients hide 0.3, not 0.9",
+    "tp hides nothing where it is overlapped",
+    "every program overlaps and buckets as ours",
+)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("words", [words for words in TERMS if words not in UNDECIDED])
+def test_every_term_brings_held_out_runs_nearer(words):
+    """One of the four figures gets worse without it."""
+    with ExitStack() as stack:
+        TERMS[words](stack)
+        without = score()
+    fit.forget()
+    own = score()
+    worse = [a > b for a, b in zip(without[:3], own[:3])] + [without.ranking < own.ranking - 0.01]
+    assert any(worse)
 
 
 def test_fsdp_with_flash_attention_by_an_unknown_program():
@@ -130,48 +162,61 @@ def test_texts_count_the_runs_and_quote_the_doubt():
         counts = re.findall(r"(\d+) published runs", (ROOT / name).read_text(encoding="utf-8"))
         assert set(counts) == {str(len(RUNS))}, name
     text = " ".join(lesson.replace('\\n",', " ").replace('"', " ").split())
-    assert f"with tp or pp lie within {100 * SPREADS['tp or pp']:.0f} %" in text
-    assert f"with ZeRO-3 within {100 * SPREADS['ZeRO-3']:.0f} %" in text
+    assert f"{100 * DENSE:.0f} % for a dense model" in text
+    assert f"{100 * MIXED:.0f} % for a mixture" in text
     assert f"layouts within {NEAR:.0%}".replace("%", " %") in text
     assert f"arithmetic takes {Implementation().arithmetic} of what" in text
     assert "three tenths of the messages" in text
-    assert Implementation().overlap == 3 / 10
+    assert timing.HIDDEN_ZERO3 == 3 / 10
 
 
-def test_a_known_program_is_predicted_within_a_tenth():
-    """Of held-out runs: Megatron 2.2 %, Composer's FSDP 3.9 %."""
-    for program, mean in (("megatron-2021", 0.03), ("composer", 0.05)):
-        errors = [abs(run.error()) for run in runs_of(program, held_out=True)]
-        assert len(errors) >= 5
-        assert fmean(errors) < mean
+def test_the_doubt_holds_four_of_five_runs_of_strangers():
+    """Of all runs and of those held out, each predicted by numbers that were fitted to other programs alone."""
+    errors = strangers_errors()
+    for select in (dense, mixtures):
+        for chosen in (RUNS, HELD):
+            found = [(run, error) for run, error in errors if run in select(chosen)]
+            assert 0.8 <= covered(found) < 0.92
+    weight = {name: 1 / len(runs_of(name)) for name in PROGRAMS if runs_of(name)}
+    inside = {True: 0.0, False: 0.0}
+    for run, error in errors:
+        inside[error <= doubt(run.job(), run.layout)] += weight[program_of(run)]
+    assert (
+        inside[True] > 2 * inside[False]
+    )  # each program with the same weight: those of few runs are the stranger ones
 
 
-def test_the_doubt_is_the_spread_of_held_out_runs():
-    """Four of five further runs lie within what `minipar plan` prints; rounded up to a whole per cent."""
-    found = held_out_spreads()
-    assert set(found) == {"ZeRO-3", "tp or pp", "data parallel", MIXTURE}
-    most = max(value for kind, value in found.items() if kind != MIXTURE)
-    assert {kind: math.ceil(100 * found.get(kind, most)) / 100 for kind in SPREADS} == SPREADS
+def test_the_doubt_grows_with_nodes_and_unlikeness():
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64)
+    alone = doubt(job, parse_layout("dp8-zero1"))
+    assert alone == DENSE
+    assert doubt(replace(job, gpus=64), parse_layout("dp64")) == pytest.approx(DENSE + 3 * PER_DOUBLING)
+    for unlike in ("dp4-cp2", "dp4-pp2-zb-v"):
+        assert doubt(job, parse_layout(unlike)) == pytest.approx(DENSE + UNLIKE)
+    other = replace(job, machine=MACHINES["b200"])
+    assert doubt(other, parse_layout("dp8-zero1")) == pytest.approx(DENSE + UNLIKE)
+    mixture = replace(job, shape=MODELS["mixtral-8x7b"])
+    assert doubt(mixture, parse_layout("dp8-zero1")) == MIXED
 
 
-def test_a_known_program_has_the_spread_of_its_own_runs():
-    found = program_spreads()
-    assert {name: math.ceil(100 * value) / 100 for name, value in found.items()} == PROGRAM_SPREADS
-    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64, program="composer")
-    assert doubt(job, parse_layout("dp8-zero3")) == PROGRAM_SPREADS["composer"]
+def test_pairs_of_one_model_are_told_apart_by_near():
+    assert math.ceil(100 * weighted_quantile([(error, 1) for error in pair_errors()], 0.8)) / 100 == NEAR
 
 
-def test_a_fault_in_the_model_widens_the_spread():
+def test_a_fault_in_the_model_widens_the_errors():
     """Messages that all hide; the fastest attention kernel in place of Triton's."""
+    held = runs_of("composer", held_out=True)
 
-    def spread_of(change):
-        jobs = [(run, run.job()) for run in runs_of("composer", held_out=True)]
-        errors = [run.error(change(job)) for run, job in jobs]
-        return spread([error - fmean(errors) for error in errors])
+    def spread() -> float:
+        errors = [run.error() for run in held]
+        return fmean(abs(error - fmean(errors)) for error in errors)
 
-    right = spread_of(lambda job: job.implementation)
-    assert spread_of(lambda job: replace(job.implementation, overlap=1.0)) > 1.15 * right
-    assert spread_of(lambda job: replace(job.implementation, attention_speed=1.0)) > 1.3 * right
+    right = spread()
+    with fit.changed(timing, "HIDDEN_ZERO3", 1.0):
+        assert spread() > 1.15 * right
+    how = replace(PROGRAMS["composer"].implementation, attention_speed=1.0)
+    faulty = [run.error(how) for run in held]
+    assert fmean(abs(error - fmean(faulty)) for error in faulty) > 1.3 * right
 
 
 @pytest.mark.parametrize(
@@ -183,72 +228,31 @@ def test_spearman(values, others, correlation):
 
 
 def test_dense_runs_within_one_table_are_ranked_as_measured():
-    """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike.
-
-    The only table of as many mixtures is not ranked as measured (docs/generated/planner.md, "Ranking").
-    """
-    found = {}
-    for table in TABLES:
-        runs = [run for run in RUNS if run.table == table]
-        if len(runs) >= 5 and runs[0].kind != MIXTURE:
-            found[table] = spearman(
-                [run.mfu for run in runs], [run.mfu * math.exp(-run.error()) for run in runs]
-            )
-    assert len(found) == 7
-    assert min(found.values()) > 0.895
+    found = ranking()
+    assert len(found) == 8
+    assert min(value for table, value in found.items() if table != "xtuner") > 0.88
+    assert found["xtuner"] > 0.7  # mixtures
 
 
-def test_a_weighted_median_is_where_half_of_the_weight_lies():
-    assert weighted_median([(3.0, 1), (1.0, 1), (2.0, 1)]) == 2
-    assert weighted_median([(3.0, 5), (1.0, 1), (2.0, 1)]) == 3
-    assert weighted_median([(-1.0, 1)]) == -1
+def test_a_weighted_quantile_is_where_its_share_of_the_weight_lies():
+    assert weighted_quantile([(3.0, 1), (1.0, 1), (2.0, 1)], 0.5) == 2
+    assert weighted_quantile([(3.0, 5), (1.0, 1), (2.0, 1)], 0.5) == 3
+    assert weighted_quantile([(-1.0, 1)], 0.5) == -1
+    assert weighted_quantile([(x, 1) for x in range(10)], 0.8) == 7
 
 
-def holds_four_in_five(rule) -> bool:
-    """Whether each of n errors in turn lies within the spread of the others four times in five, and seldom more often."""
-    for number in (5, 6, 9, 10, 41):
-        errors = [(-1) ** k * (k + 1) for k in range(number)]
-        rests = [errors[:k] + errors[k + 1 :] for k in range(number)]
-        held = sum(abs(error) <= rule(rest) for error, rest in zip(errors, rests))
-        if not 0.8 * number <= held < 0.8 * number + 1:
-            return False
-    return True
+def test_the_pages_tables_are_written_anew():
+    text = (ROOT / "docs" / "generated" / "planner.md").read_text(encoding="utf-8")
+    sections = (
+        planner_page._introduction(RUNS, HELD),
+        planner_page._by_program(RUNS),
+        planner_page._doubt(RUNS),
+    )
+    for lines in (*sections, planner_page._every_run(RUNS)):
+        assert "\n".join(lines) in text
 
 
-def sizes(errors) -> list[float]:
-    return sorted(map(abs, errors))
-
-
-FAULTY_SPREADS = {
-    "of n errors, not of n + 1": lambda errors: sizes(errors)[math.ceil(0.8 * len(errors)) - 1],
-    "rounded down": lambda errors: sizes(errors)[math.floor(0.8 * (len(errors) + 1)) - 1],
-    "one further": lambda errors: sizes(errors)[min(math.ceil(0.8 * (len(errors) + 1)), len(errors) - 1)],
-    "nine in ten": lambda errors: sizes(errors)[min(math.ceil(0.9 * (len(errors) + 1)), len(errors)) - 1],
-    "with signs": lambda errors: sorted(errors)[math.ceil(0.8 * (len(errors) + 1)) - 1],
-    "the largest": lambda errors: sizes(errors)[-1],
-    "the mean": lambda errors: fmean(sizes(errors)),
-}
-
-
-def test_spread_holds_the_next_of_like_errors_four_times_in_five():
-    """By taking each of n + 1 errors as the next one in turn; the fewer there are, the wider the spread."""
-    assert spread([0.1, -0.2, 0.3, -0.4]) == 0.4
-    assert spread([0.1, -0.2, 0.3, -0.4, 0.5]) == 0.5
-    assert holds_four_in_five(spread)
-    with pytest.raises(ValueError, match="3 errors do not tell where 80% of all lie; use 4"):
-        spread([0.1, 0.2, 0.3])
-
-
-@pytest.mark.parametrize("fault", FAULTY_SPREADS)
-def test_a_planted_fault_in_the_spread_is_seen(fault, monkeypatch):
-    """By the count of what it holds and, except for signs, which both tables leave out, as another doubt."""
-    faulty = FAULTY_SPREADS[fault]
-    assert not holds_four_in_five(faulty)
-    right = held_out_spreads(), program_spreads()
-    monkeypatch.setattr(fit, "spread", lambda errors: faulty(list(errors)))
-    assert fault == "with signs" or (held_out_spreads(), program_spreads()) != right
-
-
+@pytest.mark.thorough
 def test_the_page_is_written_anew_from_the_table():
     assert (ROOT / "docs" / "generated" / "planner.md").read_text(encoding="utf-8") == page()
 
@@ -260,14 +264,7 @@ def test_the_page_is_written_anew_from_the_table():
 )  # fmt: skip
 def test_kinds_of_layouts(name, kind):
     assert kind_of(MODELS["llama-7b"], parse_layout(name)) == kind
-    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64)
-    assert doubt(job, parse_layout(name)) == SPREADS[kind]
-    mixture = Job(MODELS["mixtral-8x7b"], MACHINES["h100"], 8, 4096, 64)
-    assert doubt(mixture, parse_layout(name)) == SPREADS[MIXTURE] > max(SPREADS[kind], 0.2)
-    known = replace(mixture, program="megatron-core")
-    assert doubt(known, parse_layout(name)) == PROGRAM_SPREADS["megatron-core, mixture"]
-    assert comparison_doubt(mixture, parse_layout(name)) == SPREADS[kind]
-    assert doubt(replace(job, program="megatron-core"), parse_layout(name)) == SPREADS[kind]
+    assert kind_of(MODELS["mixtral-8x7b"], parse_layout(name)) == MIXTURE
 
 
 @pytest.mark.thorough
@@ -286,9 +283,7 @@ def test_the_page_of_choices_is_what_the_planner_chooses():
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_chosen():
     found = plan(Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64))
-    usual = [
-        c for c in found.fits if not any(unusual(found.job, c.layout))
-    ]  # what is unusual would save little
+    usual = [c for c in found.fits if not unusual(found.job, c.layout)]  # what is unusual would save little
     least = min(c.seconds for c in usual)
     near = [c for c in usual if c.seconds <= (1 + NEAR) * least]
     assert sorted(found.near) == sorted(near)
@@ -306,11 +301,11 @@ SIMPLEST, LEAN, LATE = "dp8-zero3-mb1", "dp4-tp2-zero1-mb1", "dp8-zero1-mb1"
 def chosen(gigabytes: tuple[float, float, float] = (70, 30, 50)) -> str:
     """The choice of three layouts: one is a little slower than a less simple one, and the simplest of all is too slow."""
     job = Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64)
-    found = Plan(job, 10, ())
+    found = Plan(job, 10)
     for name, seconds, number in zip((SIMPLEST, LEAN, LATE), (1 + NEAR / 2, 1.0, 1 + 2 * NEAR), gigabytes):
         found.fits.append(Candidate(seconds, 1e9 * number, parse_layout(name), seconds))
     found.best = sorted(found.fits)
-    found.leaders = {unusual(job, found.best[0].layout): found.best[0]}
+    found.usual = found.best[0]
     return found.choice.name
 
 
@@ -351,6 +346,7 @@ def test_a_planted_fault_in_breaking_ties_is_seen(where, name, fault, monkeypatc
         ("dp2-pp2-tp2-zero1-1f1b", "dp2-pp4-zero1-seq1f1b:2"),
         ("dp8-zero1", "dp8-zero1-full"),
         ("dp2-pp2-tp2-zero1", "dp2-pp2-cp2-zero1"),
+        ("dp4-tp2-zero1", "dp4-pp2-zero1"),
         ("dp4-pp2-zero1-1f1b", "dp4-pp2-zero1-zb-v"),
         ("dp4-pp2-zero1-interleaved:2", "dp4-pp2-zero1-interleaved:4"),
     ],

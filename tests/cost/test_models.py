@@ -190,6 +190,8 @@ def test_links_are_bytes_in_one_direction():
     assert links == {
         "a100-40gb": 300e9,
         "a100-80gb": 300e9,
+        "a800": 200e9,
+        "h800": 200e9,
         "h100": 450e9,
         "h200": 450e9,
         "b200": 900e9,

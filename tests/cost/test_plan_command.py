@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.cost.doubt import PROGRAM_SPREADS
+from minipar.cost.doubt import DENSE, PER_DOUBLING
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
-from minipar.cost.planner import Candidate, Plan, plan, unusual
+from minipar.cost.planner import Candidate, Plan, plan
 from minipar.cost.ranks import bucket_elems
+from minipar.cost.reasons import why_nots
 from minipar.cost.report import plan_text, run_lines
 from minipar.cost.stages import unplanned
 from tests.cli.test_cli import outcome
@@ -46,7 +47,7 @@ def test_json_has_the_numbers_in_seconds_and_bytes(capsys):
     code, out, _ = outcome(capsys, "plan", *SMALL, "--json")
     values = json.loads(out)
     assert code == 0
-    assert len(values["best"]) == 10
+    assert 5 <= len(values["best"]) <= 10
     for best in values["best"]:
         assert sum(best["memory"].values()) <= 80e9
         assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
@@ -56,14 +57,14 @@ def test_json_has_the_numbers_in_seconds_and_bytes(capsys):
 def test_a_known_program_is_predicted_by_its_own_numbers(capsys):
     layout = ["--explain", "dp64-zero3-mb1-full", "--machine", "a100-80gb", "--batch", "64"]
     seconds = {}
-    for program in ("minipar", "deepspeed-2021"):
+    for program in ("minipar", "torchtitan-eager"):
         code, out, _ = outcome(capsys, "plan", *layout, "--program", program, "--json")
         assert code == 0
         seconds[program] = json.loads(out)["seconds"]
-    assert seconds["deepspeed-2021"] > 1.5 * seconds["minipar"]
+    assert seconds["torchtitan-eager"] > 1.3 * seconds["minipar"]
     _, out, _ = outcome(capsys, "plan", *layout, "--program", "composer")
     assert "as composer would run it" in out
-    assert f"+- {PROGRAM_SPREADS['composer']:.0%}" in out
+    assert f"+- {DENSE + 3 * PER_DOUBLING:.0%}" in out
 
 
 @pytest.mark.sampled(3)
@@ -73,28 +74,30 @@ def test_a_machine_without_published_runs_is_said_to_have_none(machine, said):
     assert (f"no run on {machine} was compared" in text) == said
 
 
-@pytest.mark.parametrize(
-    ("layouts", "seq_len", "said"),
-    [
-        (["cp8", "dp8"], 4096, "cp=8 for 4,096 tokens: few programs split samples this short"),
-        (["cp8", "dp8"], 8192, "cp=8 for 8,192 tokens: few programs split samples this short"),
-        (["cp8"], 4096, "cp=8 for 4,096 tokens: without it nothing fits; recomputation, or more of tp"),
-        (["cp8", "dp8"], 16384, None),
-        (["dp8", "cp8"], 4096, None),
-    ],
-)
-def test_a_plan_that_splits_short_samples_says_what_it_costs_not_to(layouts, seq_len, said):
+@pytest.mark.parametrize(("seq_len", "said"), [(4096, True), (8192, True), (16384, False)])
+def test_a_plan_that_splits_short_samples_says_why(seq_len, said):
     job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, seq_len, 8)
-    seconds = {text: 1.0 + 0.9 * i for i, text in enumerate(layouts)}
-    found = [Candidate(s, 60e9, parse_layout(text), s) for text, s in seconds.items()]
-    families = {("cp", c.layout.cp): c for c in found}
-    leaders = {unusual(job, c.layout): c for c in reversed(found)}
-    text = plan_text(Plan(job, 10, ("1f1b",), found, families, leaders, found, seen=2, legal=2))
-    if said is None:
-        assert "tokens: " not in text  # the headline has "tokens a step"
-    else:
-        assert said in text
-        assert len(layouts) == 1 or "; without it dp8-zero0-mb1 takes 90% longer" in text
+    found = Candidate(1.0, 60e9, parse_layout("cp8"), 1.0)
+    text = plan_text(Plan(job, 10, [found], found, {("cp", 8): found}, [found], seen=1, legal=1))
+    assert (f"cp=8 for {seq_len:,} tokens: few programs split samples this short" in text) == said
+
+
+def test_every_why_not_names_another_layout():
+    found = plan(Job(MODELS["llama-70b"], MACHINES["h100"], 64, 4096, 128))
+    given = [reason.layout for reason in why_nots(found)]
+    assert len(given) == len(set(given)) >= 4
+    assert found.choice.layout not in given
+
+
+def test_a_layout_that_recomputes_says_what_fused_norms_would_keep():
+    """Llama 3 405B trained without recomputation: 30 GB less activations, with norms and SwiGLU fused."""
+    job = Job(MODELS["llama3-405b"], MACHINES["h100"], 16384, 8192, 2048, margin_bytes=5e9)
+    found = plan(job)
+    assert found.choice.layout.cp == 1
+    (why,) = [reason for reason in why_nots(found) if reason.axis == "recompute"]
+    assert why.value == "none"
+    assert "GB too much" in why.text
+    assert "where norms and SwiGLU are fused, as --program llama-3 has them" in why.text
 
 
 @pytest.mark.parametrize(

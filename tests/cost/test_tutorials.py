@@ -11,7 +11,7 @@ from minipar.cost.machines import GIGABIT, MACHINES
 from minipar.cost.memory import model_state_bytes, worst_rank_memory
 from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.stages import idle_s, live_chunks, message_hops
+from minipar.cost.stages import idle_s, live_chunks
 from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, gradients_bytes, step_traffic
 
 GB = 1e9
@@ -217,6 +217,6 @@ def test_ring_memory_divides_by_cp_and_traffic_does_not():
 def test_zero_bubble_has_one():
     """Stated as almost no bubble: 7 % of the paper's 6.2B with ZB-H2, none in a V where all three are equally long."""
     p, m, f, i, w, message = 8, 24, 29.718, 29.444, 19.927, 0.527
-    idle = idle_s("zb-h2", p, f, i, w) + message_hops("zb-h2", p, m) * message
+    idle = idle_s("zb-h2", p, f, i, w) + 2 * (p - 1) * message
     assert idle / (m * (f + i + w) + idle) == pytest.approx(0.0698, abs=1e-4)
     assert idle_s("zb-v", p, 1, 1, 1) == idle_s("zb-h2", p, 1, 1, 1) == 0

@@ -12,14 +12,14 @@ indices; its sketches (`--compress.sketch`) are not priced. The loss of quality 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.links import axis_links, collective_s
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import held_by, held_elems
-from minipar.cost.timing import step_parts
+from minipar.cost.timing import Reduction, step_parts
 from minipar.cost.traffic import gradients_bytes
 from minipar.support.errors import one_of
 
@@ -67,23 +67,6 @@ class Compressed(NamedTuple):
     messages_s: float
     codec_s: float
     sent_bytes: float
-
-
-@dataclass(frozen=True)
-class CompressedTerm:
-    """The `minipar.cost.timing.GradientTerm` of a compression method: the times of its messages and of its encoding."""
-
-    method: str
-
-    @property
-    def hides(self) -> bool:
-        return CODECS[self.method].hides
-
-    def messages_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        return compressed_gradients(job, layout, elems, self.method).messages_s
-
-    def codec_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        return compressed_gradients(job, layout, elems, self.method).codec_s
 
 
 def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
@@ -181,8 +164,14 @@ def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, flo
     for method in methods_for(layout, job.implementation):
         if name in ("auto", method):
             sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes
-            rows.append((method, sum(step_parts(job, layout, CompressedTerm(method)).values()), sent))
+            parts = step_parts(job, layout, partial(_reduction, job, layout, method))
+            rows.append((method, sum(parts.values()), sent))
     return rows
+
+
+def _reduction(job: Job, layout: Layout, method: str, elems: tuple[int, int]) -> Reduction:
+    found = compressed_gradients(job, layout, elems, method)
+    return Reduction(found.messages_s, found.codec_s, CODECS[method].hides)
 
 
 def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> float:

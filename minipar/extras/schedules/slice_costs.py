@@ -26,7 +26,7 @@ from minipar.cost.activations import layer_bytes
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import chunk_bytes
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import ClosedForms, LiveActivations, RankContents
+from minipar.cost.stages import FORMS, ClosedForms, LiveActivations, RankContents, always
 from minipar.extras.schedules.slicing import equal_costs, slice_cost, whole_tokens, why_slices_illegal
 
 SEARCHED_SLICES = (2, 4, 8, 16)
@@ -34,28 +34,6 @@ SEARCHED_SLICES = (2, 4, 8, 16)
 
 class SlicedForms(ClosedForms):
     """The formulas of seq1f1b."""
-
-    def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the maximum number of live slices: min(p - r + s - 1, m s)."""
-        return min(pp - rank + slices - 1, m * slices)
-
-    def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return (p-1)/(m s)."""
-        return (pp - 1) / (m * chunks * slices)
-
-    def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return the number of messages, 2 (p-1) (((m-1) s + 1)/p + 1) - 2.
-
-        A rank waits for a round trip after every p slices, except in the first sample.
-        """
-        return 2 * (pp - 1) * (((m - 1) * slices + 1) / pp + 1) - 2
-
-    def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
-        return True
-
-    def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return s: a sample's last slice runs backward first."""
-        return slices
 
     def why_illegal(self, job: Job, layout: Layout) -> str | None:
         slices = layout.slices
@@ -85,7 +63,12 @@ class SlicedForms(ClosedForms):
         return LiveActivations(most_alive(each, read, *order), recomputed, tokens)
 
 
-SLICED_FORMS = SlicedForms()
+def live_slices(rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
+    """Return the maximum number of live slices: min(p - r + s - 1, m s)."""
+    return min(pp - rank + slices - 1, m * slices)
+
+
+SLICED_FORMS = SlicedForms(live_slices, FORMS["1f1b"].idle, always)
 
 
 def _whole_tokens(job: Job, tp: int, slices: int) -> int:
@@ -190,7 +173,7 @@ def most_alive(kept: Sequence[float], waiting: Sequence[float], rank: int, pp: i
     """
     s = len(kept)
     units, begun, read = m * s, (0, *accumulate(kept)), (0, *accumulate(waiting))
-    first = SLICED_FORMS.live_chunks("seq1f1b", rank, pp, m, 1, s)
+    first = live_slices(rank, pp, m, 1, s)
 
     def alive(forwards: int, backwards: int) -> float:
         (samples, ahead), (gone, back) = divmod(forwards, s), divmod(backwards, s)
