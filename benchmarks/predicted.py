@@ -122,6 +122,7 @@ def _row(config: TrainConfig, name: str, machine: Machine, rounds: int) -> Predi
         both = layer_seconds(job, tokens, layout.tp, experts=False), head_seconds(job, tokens, layout.tp)
         of_block, of_head = ((s.forward, s.input_gradient + s.weight_gradient) for s in both)
         sleeps = of_block, of_head
+        step = step._replace(parts=step.parts | {"update": 0.0})  # no rank sleeps for the update
     found = minipar.run(_measured, config, rounds, sleeps, world_size=config.world_size)
     measured = statistics.median(max(of_round) for of_round in zip(*(seconds for seconds, _ in found)))
     waits = statistics.mean(share for _, share in found)

@@ -41,7 +41,7 @@ COLOURS = {
 PART_STYLES: dict[str, Style] = {
     "compute": {"color": BLUE}, "recompute": {"color": SKY}, "tp": {"color": VERMILION}, "cp": {"color": YELLOW},
     "ep": {"color": PURPLE}, "zero3": {"color": GREEN}, "idle": IDLE, "pp": {"color": INK},
-    "gradients": {"color": ORANGE},
+    "gradients": {"color": ORANGE}, "update": {"color": GREY},
 }  # fmt: skip
 GB = 1e9
 

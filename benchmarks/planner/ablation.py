@@ -71,6 +71,10 @@ def _no_idle(stack: ExitStack) -> None:
     stack.enter_context(changed(timing, "idle_s", lambda *args: 0.0))
 
 
+def _no_update(stack: ExitStack) -> None:
+    stack.enter_context(changed(timing, "optimizer_seconds", lambda *args: 0.0))
+
+
 def _no_latency(stack: ExitStack) -> None:
     stack.enter_context(changed(links, "_latency_s", lambda *args: 0.0))
 
@@ -114,6 +118,7 @@ TERMS: dict[str, Callable[[ExitStack], None]] = {
     "no latency": _no_latency,
     "no fill of a message's hops": _no_fill,
     "no idle time": _no_idle,
+    "no time for the update": _no_update,
     "all gradients in one message": _no_buckets,
     "gradients hide 0.3, not 0.9": _number(timing, "HIDDEN_GRADIENTS", 0.3),
     "ZeRO-3 hides nothing": _number(timing, "HIDDEN_ZERO3", 0.0),

@@ -130,9 +130,10 @@ def _ablation() -> list[str]:
         ),
         "",
         "What these runs do not decide: that gradients hide nine tenths of their messages (0.3 fits them slightly better; "
-        "DDP starts them during the backward, and most of these runs have ZeRO-3), and that overlapped sums over tp hide "
-        "eight tenths (no dense run here has them). Left out, since they bought nothing on held-out runs: how often each "
-        "schedule waits for messages between stages, the optimizer's update, copies that join tokens, the traffic of "
+        "DDP starts them during the backward, and most of these runs have ZeRO-3), that overlapped sums over tp hide "
+        "eight tenths (no dense run here has them), and what the optimizer's update takes (it matters where a GPU has few "
+        "samples, and no run here has so few). Left out, since they bought nothing on held-out runs: how often each "
+        "schedule waits for messages between stages, copies that join tokens, the traffic of "
         "gradients that a product adds up, gathers tensor by tensor. Bandwidth that falls with nodes is the last line: it "
         "was not taken, though clusters elsewhere lose more; the doubt grows with nodes instead.",
     ]

@@ -49,11 +49,11 @@ PROGRAMS = {
         "torchtitan on FSDP2, compiled",
     ),
     "torchtitan-eager": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.43),
+        Implementation(reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.42),
         "the same, not compiled",
     ),
     "kempnerforge": Program(
-        Implementation("cudnn", reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.82),
+        Implementation("cudnn", reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.81),
         "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
     ),
     "kempnerforge-eager": Program(

@@ -26,6 +26,7 @@ PART_NAMES = {
     "idle": "the bubble",
     "pp": "messages between stages",
     "gradients": "gradients",
+    "update": "the update",
 }
 
 

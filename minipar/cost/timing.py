@@ -1,7 +1,7 @@
 """Time of a training step, by part, and the utilization of the GPUs that follows from it (MFU and HFU).
 
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
-           + exposed gradients
+           + exposed gradients + update
 
 With s slices per sample, the m s slices run one after another, and each counts with the time of the average slice. Idle
 time counts with the time of the largest slice.
@@ -18,8 +18,7 @@ message delays every rank. A fraction of them hides at most, and no more of them
     a cp ring                  all, behind attention; but it splits attention into blocks and merges their results
     ep, Ulysses, gathers of cp none
 
-0.3 is fitted, 0.9 and 0.8 are not: the fitted runs hardly depend on them (docs/generated/planner.md). The time of the
-optimizer's update, a few milliseconds, is left out.
+0.3 is fitted, 0.9 and 0.8 are not: the fitted runs hardly depend on them (docs/generated/planner.md).
 """
 
 from __future__ import annotations
@@ -51,10 +50,11 @@ from minipar.cost.work import (
     core_seconds,
     head_seconds,
     layer_seconds,
+    optimizer_seconds,
     ring_extra_seconds,
 )
 
-PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradients")
+PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradients", "update")
 HIDDEN_GRADIENTS, HIDDEN_ZERO3, HIDDEN_TP = 0.9, 0.3, 0.8
 
 
@@ -125,19 +125,21 @@ def step_parts(job: Job, layout: Layout, reduce: Reduce | None = None) -> dict[s
         parts["pp"] = 2 * (a.pp * a.chunks - 1) * send_s(job.machine, a, message_bytes(job, a) / a.slices)
     parts["zero3"] += _roots_s(job, a, held)
     parts["gradients"] = _gradients_s(job, a, held, slowest.seconds, reduce)
+    parts["update"] = _update_s(job, a, held)
     return parts
 
 
 def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the time per microbatch on a rank with contents `held`; gradients are spread over microbatches."""
+    """Return the time per microbatch on a rank with contents `held`; gradients and update are spread over microbatches."""
     work = _rank_work(job, _layer_layout(a), held.num_layers, held.num_moe, held.last).seconds
-    return work.total + (_roots_s(job, a, held) + _gradients_s(job, a, held, work)) / a.microbatches(job)
+    once_a_step = _roots_s(job, a, held) + _gradients_s(job, a, held, work) + _update_s(job, a, held)
+    return work.total + once_a_step / a.microbatches(job)
 
 
 def least_seconds(job: Job, a: Layout) -> float:
     """Return a lower bound on the time of a step: an even share of the layers and the head.
 
-    Idle time, messages between stages and gradients are left out.
+    Idle time, messages between stages, gradients and the update are left out.
     """
     moe = job.shape.num_moe_layers
     work = _rank_work(job, _layer_layout(a), job.shape.num_layers, moe, True).seconds.total
@@ -299,6 +301,12 @@ def _gradients_s(
     params = _exposed(gather_s, work.forward, HIDDEN_GRADIENTS if how.overlap_params else 0.0)
     tied = tied_bytes(job, a)
     return exposed + found.codec_s + params + (send_s(job.machine, a, tied) if tied else 0.0)
+
+
+def _update_s(job: Job, a: Layout, held: RankContents) -> float:
+    """Return the time of the optimizer's update, which reads and writes all of a rank's states."""
+    sizes = (sharding_links(job, a, axis)[0].size if a.zero else 1 for axis in ("dp", "edp"))
+    return optimizer_seconds(job, sum(n / size for n, size in zip(held_elems(job, a, held), sizes)))
 
 
 @cache

@@ -140,6 +140,15 @@ def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
     return Seconds(product + passes, product + passes, product)
 
 
+def optimizer_seconds(job: Job, elems: float) -> float:
+    """Return the time to update `elems` parameters.
+
+    The update reads the gradient, master weights and both moments; it writes the master weights, moments and weights.
+    """
+    b = job.bytes_of
+    return elems * (b.gradient + 2 * b.state + b.weight) / _hbm_rate(job)
+
+
 def _matmul_rate(job: Job) -> float:
     machine = job.machine
     slower = 1 if job.bytes_of.activation == 2 else machine.float32_slowdown

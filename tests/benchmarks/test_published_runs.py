@@ -110,6 +110,7 @@ UNDECIDED = (
     "gradients hide 0.3, not 0.9",
     "tp hides nothing where it is overlapped",
     "every program overlaps and buckets as ours",
+    "no time for the update",
 )
 
 
