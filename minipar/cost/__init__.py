@@ -15,8 +15,8 @@ links.py        the bandwidth that a group along a mesh axis gets, inside a node
 traffic.py      bytes sent per step and rank, by axis, and how many of them leave the node
 work.py         time of the arithmetic of a layer and of the head, by one efficiency rule
 timing.py       time of a step, by part; MFU and HFU
-programs.py     training programs with published runs, and the parameters fitted to these runs
-doubt.py        the spread of a prediction's errors on published runs
+programs.py     training programs with published runs: what each overlaps, and the few numbers of their own
+doubt.py        how far four of five runs of another program lie from a prediction; what is unusual
 serving.py      time and memory of serving: decode steps, prefill, the number of requests that fit
 serving_plan.py replicas for a request rate and two latency targets. serving_report.py: the text of `minipar plan --serve`
 planner.py      the search: every legal layout, pruned and ranked
