@@ -13,7 +13,7 @@ the parameters, so their version counters do not change and autograd accepts the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -47,6 +47,7 @@ class FlatParameters(FlatLayout):
               `own`, unless the compute dtype is another
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
     comms     `comm`, if there is one, and `replicas`
+    shards    parameter -> itself, which is its shard between two steps: see `Chunk`
     label     names the unit in every collective, so that ranks that run different units are told so
     """
 
@@ -68,6 +69,7 @@ class FlatParameters(FlatLayout):
         self.algorithm, self.dtype = algorithm, params[0].dtype
         self.device = self.comms[0].device
         self.names = {p: placement_of(p).name for p in params}
+        self.shards = {p: p for p in params}
         self.shapes = {p: tuple(p.shape) for p in params}
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype or self.dtype
@@ -75,11 +77,6 @@ class FlatParameters(FlatLayout):
         self._gathered_versions: dict[nn.Parameter, int] = {}  # the shards' versions at the last gather
         self._pending_gather: Pending | None = None  # the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
-
-    @property
-    def shards(self) -> Mapping[nn.Parameter, Tensor]:
-        """The parameters themselves, which are shards between two steps: see `Chunk`."""
-        return {p: p for p in self.params}
 
     def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         start, n = self.layout[param]
