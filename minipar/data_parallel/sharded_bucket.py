@@ -60,8 +60,8 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def _move_params_into_weights(self) -> None:
-        for param in self.params:
-            view = self.slice_of_full(param, self.weights)
+        self._weight_views = {p: self.slice_of_full(p, self.weights) for p in self.params}
+        for param, view in self._weight_views.items():
             view.copy_(param)
             param.data = view
         self.comm.broadcast(self.weights, out=self.weights)
@@ -78,8 +78,7 @@ class ShardedBucket(Bucket):
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter is no longer a view of `weights`: a step would not update it."""
-        for param in self.params:
-            view = self.slice_of_full(param, self.weights)
+        for param, view in self._weight_views.items():
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
                     f"the storage of {placement_of(param).name} was replaced behind ZeroOptimizer's back "
