@@ -1,7 +1,7 @@
 """The `minipar` command. Slow imports are made inside the command that needs them, so that `--help` is fast.
 
-train.py, verify.py, plan.py, timeline.py, tokenize.py, generate.py, serve.py, export.py, bench.py, explore.py, learn.py
-                one command each; learn.py has two; plan_serve.py is `minipar plan --serve`
+train.py, verify.py, plan.py, timeline.py, tokenize.py, generate.py, serve.py, export.py, bench.py, explore.py, spec.py,
+learn.py        one command each; learn.py has two; plan_serve.py is `minipar plan --serve`
 parse.py        parsing the command line with tyro; a mistake gives a one-line message
 flags.py        a run's settings as flags, and back
 choices.py      choices by name, and their options as flags
@@ -56,6 +56,7 @@ COMMANDS: Kind[Choice] = Kind(
         "bench": Choice("minipar.cli.bench:bench_command", "time minipar against torch's own"),
         "explore": Choice("minipar.cli.explore:explore_command", "open the interactive site"),
         "ideas": Choice("minipar.learn.ideas:ideas_command", "the twelve ideas, and where each is"),
+        "spec": Choice("minipar.cli.spec:spec_command", "judge anybody's code by a specification"),
         "exercise": Choice("minipar.cli.learn:exercise", "write a piece yourself, and have it checked"),
         "puzzle": Choice(
             "minipar.learn.puzzles.command:puzzle_command",

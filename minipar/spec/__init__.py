@@ -1,9 +1,9 @@
 """Executable specifications: one set of checks for the library, for minipar.simple and for a learner's implementation.
 
-    from minipar.spec import SPECIFICATIONS
+    from minipar.spec import check
     from minipar.simple.collectives import all_reduce
 
-    print(SPECIFICATIONS["all_reduce"].check(all_reduce))
+    print(check("all_reduce", all_reduce))  # minipar spec all_reduce minipar.simple.collectives:all_reduce
 
 A specification is a list of stages, ordered so that the first failure is easy to explain: the implementation runs; it is
 right in one small case, then in many generated cases; it sends the right bytes, uses the right memory, or does things in
@@ -13,12 +13,14 @@ fails, the tensor that is wrong and its rank, and the rank whose part is missing
 specification.py       Specification, Stage and Report; running a check on worlds of several sizes
 from_file.py           an implementation in a file, loaded on each rank, and its time limit
 own_comm.py            an implementation on a small Comm of its own instead of the library's
+witness.py             what an implementation may not write to, seen at each call of any implementation
+question.py            functions on ranks as data, and how they are asked
 words.py               a wrong tensor or a wrong byte count, described in a sentence
 varied.py              kinds of input other than small float64 tensors: other dtypes, sizes, strides, values
 collectives.py         reduce-scatter, all-gather, all-reduce, broadcast, all-to-all
 algorithms.py          a shift; all-reduces in place, by halving and doubling, and in two levels
 conjugates.py          differentiable collectives and their adjoints
-training.py            small models trained on ranks and by one process, for data_parallel.py, zero.py and fsdp.py
+training.py            models trained on ranks beside one process, for data_parallel.py, zero.py and fsdp.py
 memory.py              bytes of live tensors, for zero.py and fsdp.py
 data_parallel.py       averaged gradients; DDP's buckets and overlap
 zero.py                ZeRO-1, ZeRO-2
@@ -36,7 +38,7 @@ kv_cache.py            attention with a cache of keys and values
 paged.py               blocks of the cache, and attention through block tables
 speculation.py         accepting or rejecting guessed tokens, checked by the exact distribution of the output
 batching.py            a step of a scheduler
-all_specifications.py  SPECIFICATIONS: every specification, by name
+all_specifications.py  SPECIFICATIONS: every specification, by name; check, the door to them
 """
 
 import lazy_loader

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-from unittest.mock import patch
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.comm.transport.messages import Channel
-from minipar.spec.collectives import SHAPES, calls_of, same_bits, varied, whose_part, wrong
+from minipar.spec.collectives import (
+    MANY,
+    SHAPES,
+    calls_of,
+    recording_peers,
+    same_bits,
+    varied,
+    whose_part,
+    wrong,
+)
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Body, Specification, Stage, on_ranks
+from minipar.spec.specification import Body, Specification, Stage, StageName
 from minipar.spec.words import first, generator, mismatch, wrong_bytes
 from minipar.support.live_bytes import LiveBytes
 
@@ -33,8 +38,6 @@ def _shift_one(world: Comm, shift: Implementation, shape: tuple[int, ...]) -> st
     if words := mismatch(f"rank {r}: what came from the left, {list(shape)},", got, xs[r - 1]):
         owner = [s for s in range(p) if mismatch("", got, xs[s]) is None]
         return f"{words}: it has rank {owner[0]}'s" if owner else words
-    if not torch.equal(x, xs[r]):
-        return f"rank {r}: its x was written to: send it, and receive into another tensor"
     return None
 
 
@@ -73,14 +76,6 @@ def _returning_x(world: Comm, all_reduce_: Implementation, body: Body) -> str | 
 
 def _right_sum(world: Comm, all_reduce: Implementation) -> str | None:
     return first([wrong(world, all_reduce, call) for call in calls_of("all_reduce", world.size)])
-
-
-def _varied_sum(world: Comm, all_reduce: Implementation) -> str | None:
-    return varied(world, all_reduce, "all_reduce")
-
-
-def _sum_of_parts(world: Comm, all_reduce: Implementation) -> str | None:
-    return whose_part(world, all_reduce, "all_reduce")
 
 
 def _ring_bytes(world: Comm, all_reduce_: Implementation) -> str | None:
@@ -128,21 +123,6 @@ def _few_messages(world: Comm, all_reduce: Implementation) -> str | None:
     return wrong_bytes(sent, halving_bytes(x.nbytes, p, r), r, p, "24 float64", "halving and doubling")
 
 
-@contextmanager
-def recording_peers(world: Comm) -> Iterator[Counter[int]]:
-    """Count the bytes that this rank sends, through any Comm of its world, by destination world rank."""
-    sent: Counter[int] = Counter()
-    post = world._transport.post
-
-    def recorded(channel: Channel, kind: str, x: Tensor | None, to: int | None, *rest: Any) -> Any:
-        if x is not None and to is not None:
-            sent[channel.key.ranks[to]] += x.nbytes
-        return post(channel, kind, x, to, *rest)
-
-    with patch.object(world._transport, "post", recorded):
-        yield sent
-
-
 def _by_nodes(world: Comm, hierarchical: Implementation, body: Body) -> str | None:
     sizes = [g for g in range(1, world.size + 1) if world.size % g == 0]
     return first([body(world, partial(hierarchical, node_size=g)) for g in sizes])
@@ -174,58 +154,73 @@ def _refuses(world: Comm, hierarchical: Implementation) -> str | None:
     return f"rank {world.rank}: nodes of 2 do not divide {world.size} ranks; raise a ValueError that says so"
 
 
+ORDER = get_args(StageName)
+IN_PLACE = {
+    "all_reduce_": (1,),
+    "halving_doubling": (),
+    "hierarchical": (),
+}  # the arguments that may be written to
+
+
+def _all_reduce(
+    name: str,
+    signature: str,
+    says: str,
+    over: Callable[[Body], Body],
+    small: tuple[int, ...],
+    *measured: Stage,
+) -> Specification:
+    """over(body): the body, of an implementation that is called in its own way."""
+    stages = (
+        Stage("runs", over(_returns), (1, 2), IN_PLACE[name]),
+        Stage("small", over(partial(whose_part, collective="all_reduce")), small, IN_PLACE[name]),
+        Stage("drawn", over(_right_sum), writes=IN_PLACE[name]),
+        *measured,
+        Stage("order", over(same_bits), (3, 4), IN_PLACE[name]),
+        Stage("varied", over(partial(varied, collective="all_reduce")), MANY, IN_PLACE[name]),
+    )
+    return Specification(
+        name, signature, says, tuple(sorted(stages, key=lambda stage: ORDER.index(stage.name)))
+    )
+
+
 SPECIFICATIONS = [
     Specification(
         "shift",
         "shift(comm, x)",
         "Every rank sends x to the next rank, the last to the first, and returns what it got.",
         (
-            Stage("runs", lambda f: on_ranks(_returns, f, sizes=(2, 3, 1))),
-            Stage("small", lambda f: on_ranks(_shift, f, SHAPES[1:2], sizes=(2, 3))),
-            Stage("drawn", lambda f: on_ranks(_shift, f)),
-            Stage("bytes", lambda f: on_ranks(_one_message, f, sizes=(2, 4))),
-            Stage("varied", lambda f: on_ranks(varied, f, "shift", sizes=(3, 5))),
+            Stage("runs", _returns, (2, 3, 1)),
+            Stage("small", partial(_shift, shapes=SHAPES[1:2]), (2, 3)),
+            Stage("drawn", _shift),
+            Stage("bytes", _one_message, (2, 4)),
+            Stage("varied", partial(varied, collective="shift"), MANY),
         ),
     ),
-    Specification(
+    _all_reduce(
         "all_reduce_",
         "all_reduce_(comm, x)",
         "x becomes the sum over ranks of x, on every rank the same bits, with one chunk of scratch memory.",
-        (
-            Stage("runs", lambda f: on_ranks(_returning_x, f, _returns, sizes=(1, 2))),
-            Stage("small", lambda f: on_ranks(_returning_x, f, _sum_of_parts, sizes=(2, 3))),
-            Stage("drawn", lambda f: on_ranks(_returning_x, f, _right_sum)),
-            Stage("bytes", lambda f: on_ranks(_ring_bytes, f, sizes=(3, 4))),
-            Stage("memory", lambda f: on_ranks(_one_chunk_of_scratch, f, sizes=(3, 4))),
-            Stage("order", lambda f: on_ranks(_returning_x, f, same_bits, sizes=(3, 4))),
-            Stage("varied", lambda f: on_ranks(_returning_x, f, _varied_sum, sizes=(3, 5))),
-        ),
+        lambda body: partial(_returning_x, body=body),
+        (2, 3),
+        Stage("bytes", _ring_bytes, (3, 4), (1,)),
+        Stage("memory", _one_chunk_of_scratch, (3, 4)),
     ),
-    Specification(
+    _all_reduce(
         "halving_doubling",
         "all_reduce(comm, x)",
         "The sum over ranks of x, in 2 log2 p messages; ranks beyond a power of two fold in first, and out at the end.",
-        (
-            Stage("runs", lambda f: on_ranks(_returns, f, sizes=(1, 2))),
-            Stage("small", lambda f: on_ranks(_sum_of_parts, f, sizes=(2, 4))),
-            Stage("drawn", lambda f: on_ranks(_right_sum, f)),
-            Stage("bytes", lambda f: on_ranks(_few_messages, f, sizes=(2, 3, 4))),
-            Stage("order", lambda f: on_ranks(same_bits, f, sizes=(3, 4))),
-            Stage("varied", lambda f: on_ranks(_varied_sum, f, sizes=(3, 5, 8))),
-        ),
+        lambda body: body,
+        (2, 4),
+        Stage("bytes", _few_messages, (2, 3, 4, 6, 7)),
     ),
-    Specification(
+    _all_reduce(
         "hierarchical",
         "hierarchical(comm, x, node_size)",
         "The sum over ranks of x; of each rank's bytes only an all-reduce of a node_size-th part leaves the node.",
-        (
-            Stage("runs", lambda f: on_ranks(_by_nodes, f, _returns, sizes=(1, 2))),
-            Stage("small", lambda f: on_ranks(_by_nodes, f, _sum_of_parts, sizes=(4,))),
-            Stage("drawn", lambda f: on_ranks(_by_nodes, f, _right_sum)),
-            Stage("bytes", lambda f: on_ranks(_bytes_that_leave, f, sizes=(4,))),
-            Stage("order", lambda f: on_ranks(_by_nodes, f, same_bits, sizes=(4,))),
-            Stage("varied", lambda f: on_ranks(_by_nodes, f, _varied_sum, sizes=(4, 5))),
-            Stage("refusals", lambda f: on_ranks(_refuses, f, sizes=(3,))),
-        ),
+        lambda body: partial(_by_nodes, body=body),
+        (4,),
+        Stage("bytes", _bytes_that_leave, (4,)),
+        Stage("refusals", _refuses, (3,)),
     ),
 ]

@@ -7,10 +7,11 @@ and no sequence waits or gives up its blocks without need.
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.specification import Specification, Stage
 from minipar.spec.words import first
 
 
@@ -19,7 +20,7 @@ class Text:
 
     def __init__(self, number: int, num_prompt: int, num_new: int):
         self.number = number
-        self.tokens = [100 * number + i for i in range(num_prompt)]
+        self.tokens = [100 * (number // 2) + i for i in range(num_prompt)]  # two texts may be equal
         self.end = num_prompt + num_new
         self.table: list[int] = []
         self.num_read = 0
@@ -316,10 +317,10 @@ SPECIFICATIONS = [
         "plan(pool, waiting, budget) -> [(text, tokens), ...]; advance(pool, pieces, chosen)",
         "Each step reads tokens of several texts within the budget and the blocks; finished texts leave at once.",
         (
-            Stage("runs", lambda f: on_one_rank(_each, f, RUNS)),
-            Stage("small", lambda f: on_one_rank(_each, f, SMALL)),
-            Stage("drawn", lambda f: on_one_rank(_each, f, DRAWN)),
-            Stage("varied", lambda f: on_one_rank(_each, f, VARIED)),
+            Stage("runs", partial(_each, cases=RUNS), ()),
+            Stage("small", partial(_each, cases=SMALL), ()),
+            Stage("drawn", partial(_each, cases=DRAWN), ()),
+            Stage("varied", partial(_each, cases=VARIED), ()),
         ),
     )
 ]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.messages import Channel
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes, wrong_entries
+from minipar.spec.specification import Specification, Stage
+from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes
 from minipar.support.chunks import chunk_sizes
 
+MANY = (3, 5, 6, 7, 8)  # numbers of ranks on which varied inputs are tried
 SHAPES = [(1,), (4,), (12, 2), (7,), (5, 3), (2,), (0,), (24,), (3, 0), (1, 4)]
 
 # The values of a call's input: small whole numbers, exact in every dtype and order; normally distributed numbers; integers
@@ -105,7 +112,7 @@ class Call:
         return torch.cat([x.split(self.send_sizes(size, source))[rank] for source, x in enumerate(xs)])
 
     def sent_bytes(self, size: int, rank: int) -> int:
-        """Return the bytes that `rank` sends: in a ring or pairwise, p-1 chunks per phase; in a tree, x once per child."""
+        """Return the bytes that `rank` sends: in a ring or pairwise, p-1 chunks per phase."""
         length, elems, right = self.shape[0], torch.Size(self.shape).numel(), (rank + 1) % size
         row, chunks = torch.Size(self.shape[1:]).numel(), chunk_sizes(length, size)
         match self.collective:
@@ -116,8 +123,6 @@ class Call:
                 sent = elems - chunks[rank] * row
             case "all_gather":
                 sent = (size - 1) * elems
-            case "broadcast":
-                sent = _tree_children(size, (rank - self.root) % size) * elems
             case _:
                 sizes = self.send_sizes(size, rank)
                 sent = (sum(sizes) - sizes[rank]) * row
@@ -169,11 +174,19 @@ def _strided(x: Tensor) -> Tensor:
     return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
 
 
-def _tree_children(size: int, place: int) -> int:
-    """Return the number of children, in a binomial tree, of the rank `place` ranks after the root."""
-    distance = 1 << (size - 1).bit_length()
-    lowest = place & -place if place else distance
-    return sum(place + (lowest >> i) < size for i in range(1, lowest.bit_length()))
+@contextmanager
+def recording_peers(world: Comm) -> Iterator[Counter[int]]:
+    """Count the bytes that this rank sends, through any Comm, by destination, in the order of first messages."""
+    sent: Counter[int] = Counter()
+    post = world._transport.post
+
+    def recorded(channel: Channel, kind: str, x: Tensor | None, to: int | None, *rest: Any) -> Any:
+        if x is not None and to is not None:
+            sent[channel.key.ranks[to]] += x.nbytes
+        return post(channel, kind, x, to, *rest)
+
+    with patch.object(world._transport, "post", recorded):
+        yield sent
 
 
 def _right(world: Comm, implementation: Implementation, collective: str) -> str | None:
@@ -181,21 +194,7 @@ def _right(world: Comm, implementation: Implementation, collective: str) -> str 
 
 
 def varied(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    results: list[tuple[Tensor, Tensor]] = []
-
-    def keeping(*args: Any) -> Any:
-        got = implementation(*args)
-        if isinstance(got, Tensor):
-            results.append((got, got.clone()))
-        return got
-
-    found = [wrong(world, keeping, call) for call in varied_calls(collective, world.size)]
-    for got, was in results:
-        if wrong_entries(got, was).any():
-            found.append(
-                f"rank {world.rank}: a later call wrote to the result {list(was.shape)} of an earlier one"
-            )
-    return first(found)
+    return first([wrong(world, implementation, call) for call in varied_calls(collective, world.size)])
 
 
 def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None:
@@ -206,8 +205,6 @@ def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None
     what = f"rank {world.rank}: the result for {list(x.shape)} of {call.kind}"
     if words := mismatch(what, got, call.result(xs, world.rank), world.size, rtol=call.rtol(world.size)):
         return words
-    if wrong_entries(x, xs[world.rank]).any():
-        return f"rank {world.rank}: the input {list(x.shape)} was written to"
     if got is not None and got.numel() and got.data_ptr() == x.data_ptr():
         return f"{what} is the input itself, not a tensor of its own"
     return None
@@ -266,6 +263,38 @@ def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str
     return wrong_bytes(world.traffic.sent_bytes, formula, world.rank, world.size, of, name)
 
 
+def _tree(world: Comm, broadcast: Implementation) -> str | None:
+    """Check that every rank gets x once, and all of them in ceil(log2 p) rounds, whichever the tree is.
+
+    In a round a rank sends one message, in the order in which it sends them.
+    """
+    return first([_wrong_tree(world, broadcast, call) for call in calls_of("broadcast", world.size)])
+
+
+def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | None:
+    p, r = world.size, world.rank
+    x = call.inputs(p)[r]
+    with recording_peers(world) as sent:
+        broadcast(world, x, call.root)
+    if not x.numel():
+        return None
+    mine = torch.tensor([*sent, *[-1] * (p - len(sent))])
+    whole = world.all_gather(mine).view(p, -1).tolist()
+    total = int(world.all_reduce(torch.tensor([sum(sent.values())])))
+    what = f"rank {r}: with {p} ranks, x of {x.nbytes} bytes from rank {call.root}:"
+    if total != (p - 1) * x.nbytes:
+        return f"{what} all ranks together sent {total} bytes; p - 1 ranks get x, {(p - 1) * x.nbytes}"
+    round_of, todo, rounds = {call.root: 0}, [call.root], (p - 1).bit_length()
+    for rank in todo:
+        for number, to in enumerate((to for to in whole[rank] if to >= 0), 1):
+            if to not in round_of:
+                round_of[to] = round_of[rank] + number
+                todo.append(to)
+    if (last := max(round_of.values())) > rounds:
+        return f"{what} the last rank gets it in round {last}; a tree takes {rounds} rounds"
+    return None
+
+
 def same_bits(world: Comm, implementation: Implementation) -> str | None:
     draw = generator(world.size, 7)
     xs = [torch.randn(50, generator=draw) for _ in range(world.size)]
@@ -279,21 +308,20 @@ SENDERS = {
     "all_reduce": "a ring",
     "reduce_scatter": "a ring",
     "all_gather": "a ring",
-    "broadcast": "a binomial tree",
     "all_to_all": "whoever keeps its own chunk",
 }
 
 
 def specification(name: str, signature: str, says: str) -> Specification:
     stages = [
-        Stage("runs", lambda f: on_ranks(_runs, f, name, sizes=(2, 3, 1))),
-        Stage("small", lambda f: on_ranks(whose_part, f, name, sizes=(2, 3))),
-        Stage("drawn", lambda f: on_ranks(_right, f, name)),
-        Stage("bytes", lambda f: on_ranks(_bytes, f, name, sizes=(3, 4))),
+        Stage("runs", partial(_runs, collective=name), (2, 3, 1)),
+        Stage("small", partial(whose_part, collective=name), (2, 3)),
+        Stage("drawn", partial(_right, collective=name)),
+        Stage("bytes", _tree if name == "broadcast" else partial(_bytes, collective=name), (3, 4)),
     ]
     if name == "all_reduce":
-        stages.append(Stage("order", lambda f: on_ranks(same_bits, f, sizes=(3, 4))))
-    stages.append(Stage("varied", lambda f: on_ranks(varied, f, name, sizes=(3, 5, 8))))
+        stages.append(Stage("order", same_bits, (3, 4)))
+    stages.append(Stage("varied", partial(varied, collective=name), MANY))
     return Specification(name, signature, says, tuple(stages))
 
 

@@ -2,115 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.training import Event, Mixed, Net, chain, loss_of, one_process, recording, samples
-from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, RANKS
-from minipar.spec.words import grad_of, mismatch
-
-STEPS = 3
-
-
-def _trains(world: Comm, make: Implementation, seed: int, steps: int = STEPS) -> str | None:
-    """Check every step's gradients and the final parameters against one process that starts with rank 0's parameters."""
-    net = Net(seed + world.rank)
-    wrapped = make(net, world)
-    for name, p in net.named_parameters():
-        if not torch.equal(p, dict(Net(seed).named_parameters())[name]):
-            return f"rank {world.rank}: {name} does not start with rank 0's values: copy them to all ranks (comm.broadcast)"
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    want, model = one_process(Net(seed), world.size, 4, steps, torch.optim.SGD, lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(wrapped(samples(world.rank, step, 4))).backward()
-        finish = getattr(wrapped, "finish_gradients", None)
-        if finish is not None:
-            finish()
-        for name, p in reversed(list(net.named_parameters())):  # in the order of the backward
-            what = f"rank {world.rank}: the gradient of {name} in step {step}"
-            if words := mismatch(what, p.grad, want[step][name], world.size):
-                return words
-        optimizer.step()
-    for name, p in net.named_parameters():
-        what = f"rank {world.rank}: {name} after {steps} steps"
-        if words := mismatch(what, p, dict(model.named_parameters())[name], world.size):
-            return words
-    return None
+from minipar.spec.specification import Body, Specification, Stage, every
+from minipar.spec.training import (
+    DRAWN,
+    Branches,
+    Event,
+    Mixed,
+    Net,
+    Options,
+    Start,
+    Trainee,
+    chain,
+    frozen,
+    loss_of,
+    or_refused,
+    recording,
+    reduced_bytes,
+    samples,
+    trains,
+    varied,
+)
+from minipar.spec.words import first, grad_of, mismatch
 
 
-def _varied(world: Comm, make: Implementation) -> str | None:
-    """Check steps of a module with unusual parameters, in several dtypes, a scaled loss and a gradient of the input."""
-    r = world.rank
-    for kind in (LARGE, FLOAT32, BFLOAT16, NAN):
-        net, model = Mixed(9 + r, kind.dtype), Mixed(9, kind.dtype).double()
-        wrapped = make(net, world)
-        if words := mismatch(f"rank {r}: an integer buffer of rank 0's", net.count, model.count):
-            return words
-        for step in range(2 if kind is LARGE else 1):
-            xs = [kind.rounded(samples(s, step, 4)) for s in range(world.size)]
-            xs[0] = kind.with_nan(xs[0])
-            x = kind.given(xs[r], True)
-            (3 * loss_of(wrapped(x))).backward()
-            finish = getattr(wrapped, "finish_gradients", None)
-            if finish is not None:
-                finish()
-            wanted = [x.requires_grad_() for x in xs]
-            for one in wanted:
-                (3 * loss_of(model(one)) / world.size).backward()
-            for name, p in reversed(list(net.named_parameters())):
-                want = dict(model.named_parameters())[name].grad
-                what = f"rank {r}: the gradient of {name} {list(p.shape)} in step {step}"
-                if words := kind.mismatch(what, p.grad, want, world.size):
-                    return words
-            if words := kind.written(f"rank {r}: the module's input", x, xs[r]):
-                return words
-            if not kind.nan:
-                want = grad_of(wanted[r]) * world.size
-                if words := kind.mismatch(
-                    f"rank {r}: the gradient of the module's input", x.grad, want, world.size
-                ):
-                    return words
-            for module in (net, model):
-                for p in module.parameters():
-                    p.grad = None
-    return None
-
-
-def _bytes(world: Comm, make: Implementation) -> str | None:
-    net = chain(0, width=64)
-    wrapped = make(net, world.using("ring"))
-    num_bytes = sum(p.nbytes for p in net.parameters())
-    world.traffic.reset()
-    _backward(wrapped, torch.ones(2, 64, dtype=torch.float64))
-    formula, p = 2 * (world.size - 1) / world.size * num_bytes, world.size
-    sent = world.traffic.sent_bytes
-    if abs(sent - formula) > 0.02 * formula + 64 * p:  # buckets may be padded
-        return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of gradients: it sent {sent}; averaging sends "
-            f"2(p-1)/p of them, {formula:.0f}"
-        )
-    return None
-
-
-def _backward(wrapped: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    loss_of(wrapped(x)).backward()
-    finish = getattr(wrapped, "finish_gradients", None)
-    if finish is not None:
-        finish()
+def _start(make: Implementation, net: nn.Module, world: Comm, cls: Any, options: Options) -> Trainee:
+    wrapped = make(net, world, bucket_mb=getattr(net, "bucket_mb", 25.0))
+    optimizer = cls([p for p in wrapped.parameters() if p.requires_grad], **options)
+    return Trainee(wrapped, optimizer, finish=getattr(wrapped, "finish_gradients", lambda: None))
 
 
 def _overlaps(world: Comm, make: Implementation) -> str | None:
-    """Check that buckets start during the backward, without a wait before it ends, and that none is mixed with another.
-
-    Buckets have equal sizes, so that ranks that start them in different orders add other layers' gradients to their own.
-    """
+    """Check that buckets start during the backward, without a wait before it ends."""
     events: list[Event] = []
     net = chain(0, width=20, depth=5)
     for i, layer in enumerate(net):
@@ -118,19 +47,38 @@ def _overlaps(world: Comm, make: Implementation) -> str | None:
         weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
     wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # one layer per bucket
     events.clear()
-    _backward(wrapped, samples(world.rank, 0, 20))
+    loss_of(wrapped(samples(world.rank, 0, 20))).backward()
     last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=-1)
     early = [what for what, _ in events[:last]]
     if "launch" not in early:
         return f"rank {world.rank}: nothing is sent before the last gradient is there: no overlap"
     if "wait" in early:
         return f"rank {world.rank}: it waits before the last gradient is there: no overlap"
-    (want,), _ = one_process(chain(0, width=20, depth=5), world.size, 20, 1, torch.optim.SGD, lr=0.1)
-    for name, p in reversed(list(net.named_parameters())):
-        what = f"rank {world.rank}: with a bucket for each layer, the gradient of {name}"
-        if words := mismatch(what, p.grad, want[name], world.size):
-            return f"{words}; is every bucket reduced, and are they started in the same order on all ranks?"
     return None
+
+
+def _buckets(world: Comm, make: Implementation) -> str | None:
+    """Check that no bucket is mixed with another.
+
+    Buckets have equal sizes, so that ranks that start them in different orders add other layers' gradients to their own.
+    """
+    net, one = (chain(0, width=20, depth=5) for _ in range(2))
+    wrapped = make(net, world, bucket_mb=20 * 21 * 8 / 2**20)
+    loss_of(wrapped(samples(world.rank, 0, 20))).backward()
+    getattr(wrapped, "finish_gradients", lambda: None)()
+    for r in range(world.size):
+        (loss_of(one(samples(r, 0, 20))) / world.size).backward()
+    wanted = dict(one.named_parameters())
+    found = (
+        mismatch(
+            f"rank {world.rank}: with a bucket for each layer, the gradient of {name}",
+            p.grad,
+            grad_of(wanted[name]),
+        )
+        for name, p in reversed(list(net.named_parameters()))
+    )
+    words = first(found)
+    return words and f"{words}; is every bucket reduced, and are they started in the same order on all ranks?"
 
 
 def as_wrapper(average_gradients: Implementation) -> type[nn.Module]:
@@ -152,42 +100,42 @@ def as_wrapper(average_gradients: Implementation) -> type[nn.Module]:
     return Averaged
 
 
-def _averages(world: Comm, average_gradients: Implementation, seed: int, steps: int = STEPS) -> str | None:
-    return _trains(world, as_wrapper(average_gradients), seed, steps)
+def _averaged(average_gradients: Implementation, *args: Any) -> Trainee:
+    return _start(as_wrapper(average_gradients), *args)
 
 
-def _varied_averages(world: Comm, average_gradients: Implementation) -> str | None:
-    return _varied(world, as_wrapper(average_gradients))
+def _stages(start: Start, *more: Body) -> dict[str, Stage]:
+    train = partial(trains, start=start)
+    return {
+        "runs": Stage("runs", train, (1,)),
+        "small": Stage("small", partial(train, seed=1), (2,)),
+        "drawn": Stage("drawn", every(partial(train, makes=(Net, Mixed), moves=DRAWN, seed=2), *more)),
+        "bytes": Stage("bytes", partial(reduced_bytes, start=start), (3, 4)),
+        "varied": Stage("varied", partial(varied, start=start, make=Mixed), (2, 5)),
+    }
 
 
-def _averaged_bytes(world: Comm, average_gradients: Implementation) -> str | None:
-    return _bytes(world, as_wrapper(average_gradients))
-
+AVERAGED = _stages(_averaged)
+OVERLAPPED = _stages(
+    _start,
+    partial(or_refused, start=_start, makes=(frozen,), moves=("train", "train")),
+)
+BRANCHES = partial(trains, start=_start, makes=(Branches, Branches), moves=("train", "twice"), seed=4)
+ORDER = Stage("order", every(_overlaps, BRANCHES, _buckets), (2, 3))
 
 SPECIFICATIONS = [
     Specification(
         "ddp",
         "DDP(module, comm, bucket_mb=25.0)",
-        "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's.",
-        (
-            Stage("runs", lambda f: on_ranks(_trains, f, 0, 1, sizes=(1,))),
-            Stage("small", lambda f: on_ranks(_trains, f, 1, 1, sizes=(2,))),
-            Stage("drawn", lambda f: on_ranks(_trains, f, 2) or on_ranks(_trains, f, 3)),
-            Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(3, 4))),
-            Stage("order", lambda f: on_ranks(_overlaps, f, sizes=(2, 3))),
-            Stage("varied", lambda f: on_ranks(_varied, f, sizes=RANKS)),
-        ),
+        "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's. Frozen "
+        "parameters may be refused, by an exception; parameters that get no gradient, and two forwards before a backward, "
+        "are not asked for.",
+        tuple({**OVERLAPPED, "varied": ORDER, "last": OVERLAPPED["varied"]}.values()),
     ),
     Specification(
         "average_gradients",
         "average_gradients(module, comm)",
         "After it every rank's .grad is the mean over ranks.",
-        (
-            Stage("runs", lambda f: on_ranks(_averages, f, 0, 1, sizes=(1,))),
-            Stage("small", lambda f: on_ranks(_averages, f, 1, 1, sizes=(2,))),
-            Stage("drawn", lambda f: on_ranks(_averages, f, 2) or on_ranks(_averages, f, 3)),
-            Stage("bytes", lambda f: on_ranks(_averaged_bytes, f, sizes=(3, 4))),
-            Stage("varied", lambda f: on_ranks(_varied_averages, f, sizes=RANKS)),
-        ),
+        tuple(AVERAGED.values()),
     ),
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 
 from minipar.comm import Comm
 from minipar.runtime.caller import is_own
+from minipar.spec.witness import Watched, Witness
 from minipar.support.trace import Span, Trace
 
 Implementation = Callable[..., Any]  # with the signature that the specification gives
@@ -29,6 +32,7 @@ AGAIN_S = 0.5  # after this time, Hangs is raised again, in case the implementat
 class FromFile(NamedTuple):
     """The function or class `names[0]` in the file `path`; for several names, a namespace with all of them.
 
+    path       a file, or the name of a module, which is imported on each rank, from the working folder too
     trace_to   None, or the folder to which each rank writes its trace, for `recorded`
     limit_s    limit on the processor time of one run of a check on a rank, in seconds
     """
@@ -41,6 +45,9 @@ class FromFile(NamedTuple):
     def module(self) -> types.ModuleType:
         """Run the file again, and return it as a module. It can import files in its folder."""
         file = Path(self.path)
+        if file.suffix != ".py":
+            sys.path.insert(0, os.getcwd())
+            return importlib.import_module(self.path)
         module = types.ModuleType(f"exercise_{file.stem}")
         module.__file__ = self.path
         sys.modules[module.__name__] = module  # where dataclasses and pickle look for the module
@@ -68,28 +75,54 @@ def checked(
     world: Comm,
     body: Callable[..., str | None],
     implementation: Implementation | FromFile | OnComm,
-    *args: Any,
+    writes: tuple[int, ...] | None = (),
+    groupings: Sequence[Sequence[Sequence[int]]] | None = None,
+    with_comm: bool = True,
 ) -> str | None:
-    """Load the implementation, if it is in a file, on this rank, and return body(world, implementation, *args).
+    """Load the implementation, if it is in a file, and return body(world, implementation), or what was written to.
+
+    writes      the arguments, by position, that the implementation may write to; None: nothing is watched
+    groupings   run the body in this rank's group of each of these in turn, and not on the world
+    with_comm   False: body(implementation)
 
     Raises Hangs where this takes too long.
     """
     if isinstance(implementation, OnComm):
         with implementation.entered(world) as other:
-            return checked(other, body, implementation.implementation, *args)
-    if not isinstance(implementation, FromFile):
-        with deadline(COMPUTING_S):
-            return body(world, implementation, *args)
-    with deadline(implementation.limit_s):
-        if implementation.trace_to is None:
-            return body(world, implementation.load(), *args)
+            return checked(other, body, implementation.implementation, writes, groupings, with_comm)
+    trace_to = None
+    limit_s = COMPUTING_S
+    if isinstance(implementation, FromFile):
+        limit_s, trace_to = implementation.limit_s, implementation.trace_to
+    if trace_to is not None:
         world.barrier()
-        world.trace = trace = Trace()
+        world.trace = Trace()
+    with deadline(limit_s):
         try:
-            return body(world, implementation.load(), *args)
+            if isinstance(implementation, FromFile):
+                implementation = implementation.load()
+            witness = Witness(writes)
+            watched = Watched(implementation, witness)
+            for comm in _comms(world, groupings):
+                words = body(comm, watched) if with_comm else body(watched)
+                if words := words or witness.written():
+                    return (
+                        words if words.startswith("rank") or not with_comm else f"rank {comm.rank}: {words}"
+                    )
+            return None
         finally:
-            file = Path(implementation.trace_to) / f"{world.rank}-of-{world.size}.json"
-            file.write_text(json.dumps(trace.spans))
+            if trace_to is not None:
+                file = Path(trace_to) / f"{world.rank}-of-{world.size}.json"
+                file.write_text(json.dumps(world.trace.spans))
+
+
+def _comms(world: Comm, groupings: Sequence[Sequence[Sequence[int]]] | None) -> Iterator[Comm]:
+    """Yield the world or, for each grouping in turn, the Comm of the group that this rank is in."""
+    if groupings is None:
+        yield world
+    for number, groups in enumerate(groupings or ()):
+        mine = next(group for group in groups if world.rank in group)
+        yield world.subgroup(mine, f"grouping {number}")
 
 
 def recorded(folder: str | Path) -> dict[int, list[Span]]:

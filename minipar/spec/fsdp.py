@@ -2,96 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.comm import Comm
 from minipar.spec.from_file import Implementation
 from minipar.spec.memory import held_bytes, storages
-from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.training import chain, loss_of, one_process, samples
-from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, RANKS
-from minipar.spec.words import grad_of, mismatch
+from minipar.spec.specification import Specification, Stage
+from minipar.spec.training import DRAWN, Options, Scaled, Trainee, chain, loss_of, trains, varied
 from minipar.support.live_bytes import LiveBytes
 
-WIDTH = 5
 PADDING_BYTES = 512  # largest padding allowed per chunk
 
 
-def _trains(world: Comm, make: Implementation, seed: int, steps: int = 3) -> str | None:
-    """Check every step's output, and the norm of the gradient over all shards, against one process."""
-    fsdp = make(chain(seed + world.rank, WIDTH), world, nn.Linear)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.3)
-    history, _ = one_process(chain(seed), world.size, WIDTH, steps, torch.optim.SGD, lr=0.3)
-    model = chain(seed)
-    oracle = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step in range(steps):
-        optimizer.zero_grad()
-        out = fsdp(samples(world.rank, step, WIDTH))
-        what = f"rank {world.rank}: the output of step {step}"
-        if words := mismatch(what, out, model(samples(world.rank, step, WIDTH)), world.size, rtol=1e-9):
-            return words + (
-                "" if step else ": rank 0's parameters should be everybody's; broadcast them in __init__"
-            )
-        loss_of(out).backward()
-        squares = world.all_reduce(_squares(p.grad for p in fsdp.parameters() if p.grad is not None))
-        want = _squares(history[step].values())
-        what = f"rank {world.rank}: the gradient's length, over all shards, in step {step}"
-        if words := mismatch(what, squares.sqrt(), want.sqrt(), world.size, rtol=1e-9):
-            return words
-        optimizer.step()
-        for p, g in zip(model.parameters(), history[step].values()):
-            p.grad = g
-        oracle.step()
-    return None
-
-
-def _varied(world: Comm, make: Implementation) -> str | None:
-    """Check two backwards that accumulate gradients, then a step, for large units in several dtypes, with a scaled loss."""
-    r, p = world.rank, world.size
-    for kind in (LARGE, FLOAT32, BFLOAT16, NAN):
-        fsdp, model = (
-            make(chain(7 + r, 48, 2).to(kind.dtype), world, nn.Linear),
-            chain(7, 48, 2).to(kind.dtype).double(),
-        )
-        lr = 10.0 if not kind.nan else 0.0  # large: no gradient error is lost in rounding parameters
-        optimizer, oracle = (torch.optim.SGD(m.parameters(), lr=lr) for m in (fsdp, model))
-        for backward in range(2):
-            xs = [kind.rounded(samples(s, backward, 48)) for s in range(p)]
-            if backward:
-                xs[0] = kind.with_nan(xs[0])
-            x, wanted = kind.given(xs[r], True), [x.requires_grad_() for x in xs]
-            out = fsdp(x)
-            if words := kind.mismatch(f"rank {r}: the output", out, model(wanted[r]), p):
-                return words
-            (3 * loss_of(out)).backward()
-            for one in wanted:
-                (3 * loss_of(model(one)) / p).backward()
-            if kind.nan:
-                continue
-            if words := kind.mismatch(
-                f"rank {r}: the gradient of the input", x.grad, grad_of(wanted[r]) * p, p
-            ):
-                return words
-        squares = world.all_reduce(_squares(w.grad.double() for w in fsdp.parameters() if w.grad is not None))
-        want = _squares(grad_of(w) for w in model.parameters())
-        what = f"rank {r}: the gradient's length, over all shards, after two backwards"
-        if words := kind.mismatch(what, squares.sqrt().to(kind.dtype), want.sqrt(), p):
-            return words
-        if kind.nan:
-            continue
-        optimizer.step()
-        oracle.step()
-        x = kind.rounded(samples(r, 2, 48))
-        if words := kind.mismatch(f"rank {r}: the output after a step", fsdp(kind.given(x)), model(x), p):
-            return words
-    return None
-
-
-def _squares(grads: Iterable[Tensor]) -> Tensor:
-    return torch.tensor([sum(g.square().sum().item() for g in grads)], dtype=torch.float64)
+def _start(make: Implementation, net: Any, world: Comm, cls: Any, options: Options) -> Trainee:
+    fsdp = make(net, world, type(net[0]))
+    shards = list(fsdp.parameters())
+    return Trainee(fsdp, cls(shards, **options), "", shards=shards)
 
 
 def _bytes(world: Comm, make: Implementation) -> str | None:
@@ -133,18 +63,27 @@ def _memory(world: Comm, make: Implementation) -> str | None:
     return None
 
 
+_scaled = partial(chain, layer=Scaled)
+_train = partial(trains, start=_start, makes=(chain,), width=5)
 SPECIFICATIONS = [
     Specification(
         "fsdp",
         "FSDP(module, comm, unit_class)",
-        "Outputs and gradients of one process; parameters() are shards; a unit is whole only while it runs.",
+        "Outputs and gradients of one process; parameters() are shards; a unit is whole only while it runs. Parameters "
+        "that are frozen, tied, outside units or without a gradient are not asked for.",
         (
-            Stage("runs", lambda f: on_ranks(_trains, f, 0, 1, sizes=(1,))),
-            Stage("small", lambda f: on_ranks(_trains, f, 1, 1, sizes=(2,))),
-            Stage("drawn", lambda f: on_ranks(_trains, f, 2)),
-            Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(2, 4))),
-            Stage("memory", lambda f: on_ranks(_memory, f, sizes=(2, 4))),
-            Stage("varied", lambda f: on_ranks(_varied, f, sizes=RANKS)),
+            Stage("runs", _train, (1,)),
+            Stage("small", partial(_train, seed=1), (2,)),
+            Stage("drawn", partial(_train, makes=(chain, _scaled, chain), moves=DRAWN, seed=2)),
+            Stage("bytes", _bytes, (2, 4)),
+            Stage("memory", _memory, (2, 4)),
+            Stage(
+                "varied",
+                partial(
+                    varied, start=_start, make=partial(chain, width=48, depth=2), width=48, looks=("look",)
+                ),
+                (2, 5),
+            ),
         ),
     )
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, product
 
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.specification import Specification, Stage
 
 AXES = ("pp", "dp", "cp", "tp")
 AXES_OF_GROUPS = [*(subset for n in range(5) for subset in combinations(AXES, n)), ("tp", "dp")]
@@ -49,11 +50,12 @@ SPECIFICATIONS = [
     Specification(
         "mesh",
         'groups(*axes, pp=1, dp=1, cp=1, tp=1) -> lists of ranks; groups("tp", dp=2, tp=2) -> [[0, 1], [2, 3]]',
-        "All groups of ranks that differ along these axes alone; rank = ((pp DP + dp) CP + cp) TP + tp.",
+        "All groups of ranks that differ along these axes alone; rank = ((pp DP + dp) CP + cp) TP + tp. "
+        "The order inside a group, and of groups, is not asked for.",
         (
-            Stage("runs", lambda f: on_one_rank(_right, f, ("tp",), dict(pp=1, dp=1, cp=1, tp=1))),
-            Stage("small", lambda f: on_one_rank(_right, f, ("tp",), dict(pp=1, dp=2, cp=1, tp=2))),
-            Stage("drawn", lambda f: on_one_rank(_drawn, f)),
+            Stage("runs", partial(_right, axes=("tp",), sizes=dict(pp=1, dp=1, cp=1, tp=1)), ()),
+            Stage("small", partial(_right, axes=("tp",), sizes=dict(pp=1, dp=2, cp=1, tp=2)), ()),
+            Stage("drawn", _drawn, ()),
         ),
     )
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.model.attention import plain_attention
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.specification import Specification, Stage
 from minipar.spec.varied import KINDS, PLAIN, Kind
 from minipar.spec.words import FLOOR, first, generator, mismatch, normal, wrong_entries
 
@@ -27,7 +27,9 @@ DRAWN: list[Shape] = [
     (3, [(6, 1)] * 5),
 ]
 LARGE: Shape = (16, [(100, 1), (31, 33), (0, 40)])
-GARBAGE = 100.0  # magnitude of the values that earlier sequences left in the blocks
+GARBAGE = (
+    100.0  # magnitude of the values that earlier sequences left in the blocks; for odd seeds they are nan
+)
 
 
 class Case(NamedTuple):
@@ -46,6 +48,8 @@ class Case(NamedTuple):
         blocks = Random(seed).sample(range(number), sum(lengths))
         draw = generator(size, number, seed, kind.seed)
         memory = GARBAGE * normal(draw, 2, number, size, H, d)
+        if seed % 2:
+            memory.fill_(torch.nan)  # it may never reach a result: masked after a softmax, it is 0 x nan
         pieces, first_block = [], 0
         for (begin, new), length in zip(texts, lengths):
             table = blocks[first_block : first_block + length]
@@ -83,11 +87,6 @@ def _right(implementation: Any, case: Case, kind: Kind = PLAIN) -> str | None:
     what = f"{case}{', ' + kind.words if kind.words else ''}"
     if words := _wrong_memory(case, memory, kind):
         return f"{what}: {words}"
-    if pieces != case.pieces:
-        return f"{what}: a piece or its table was changed"
-    for name, x, before in zip("qkv", rows, case.rows):
-        if words := kind.written(f"{what}: {name}", x, before):
-            return words
     shape, dtype = case.rows[0].shape, kind.dtype
     if not isinstance(out, Tensor) or out.shape != shape:
         return f"{what}: {mismatch('the output', out, torch.empty(shape, dtype=dtype))}"
@@ -235,11 +234,11 @@ SPECIFICATIONS = [
         "BlockPool(num_blocks, block_size).allocate(), .release(block); paged_attention(memory, size, pieces, q, k, v)",
         "New tokens of several texts are written to the blocks of their tables, and attend to their own text so far.",
         (
-            Stage("runs", lambda f: on_one_rank(_runs, f)),
-            Stage("small", lambda f: on_one_rank(_small, f)),
-            Stage("drawn", lambda f: on_one_rank(_drawn, f)),
-            Stage("varied", lambda f: on_one_rank(_varied, f)),
-            Stage("refusals", lambda f: on_one_rank(_refuses, f)),
+            Stage("runs", _runs, (), (0,)),
+            Stage("small", _small, (), (0,)),
+            Stage("drawn", _drawn, (), (0,)),
+            Stage("varied", _varied, (), (0,)),
+            Stage("refusals", _refuses, ()),
         ),
     )
 ]

@@ -10,20 +10,37 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.spec.from_file import FromFile, Implementation
-from minipar.spec.specification import Body, Specification, Stage, on_ranks
+from minipar.spec.from_file import Implementation
+from minipar.spec.specification import Specification, Stage, every
 from minipar.spec.training import loss_of
-from minipar.spec.varied import AGAIN, KINDS, RANKS
+from minipar.spec.varied import AGAIN, KINDS, PLAIN, Kind
 from minipar.spec.words import generator, grad_of, mismatch, normal, wrong_bytes
+from minipar.support.live_bytes import LiveBytes
 
 Peak = Callable[[int, int, int], int]  # (p, rank, m) -> live microbatches
 
-WIDTH, BATCH = 4, 6
+WIDTH, BATCH, VOCAB = 4, 6, 7
+TOKENS = Kind("of tokens")
 
 
-def _layers(size: int, seed: int, dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
+class _Turned(nn.Module):
+    """The identity, whose result is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+
+def _layers(size: int, seed: int, kind: Kind = PLAIN, depth: int = 1) -> list[nn.Sequential]:
+    """Return each rank's stage."""
     torch.manual_seed(seed)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(dtype) for _ in range(size)]
+    layers = [
+        [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())] for _ in range(size)
+    ]
+    first: list[nn.Module] = [nn.Embedding(VOCAB, WIDTH)] if kind == TOKENS else []
+    last: list[nn.Module] = [_Turned()] if kind.strided else []
+    return [
+        nn.Sequential(*([] if r else first), *mine, *last).to(kind.dtype) for r, mine in enumerate(layers)
+    ]
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -64,19 +81,40 @@ def _step(world: Comm, step: Implementation, seed: int, m: int, peak: Peak, head
         return words
     if (alive := max(accumulate(changes))) > peak(p, r, m):
         return f"{what} {alive} microbatches are alive at once; this order needs {peak(p, r, m)}"
+    ends_at = [i for i, change in enumerate(changes) if change < 0]
+    for k, i in enumerate(ends_at):
+        if (alive := sum(changes[:i])) < (due := peak(p, r, m - k)):
+            return f"{what} {alive} microbatches are alive before backward {k} ends, {due} in this order: other ranks wait"
+    return None
+
+
+def _memory(world: Comm, step: Implementation, peak: Peak) -> str | None:
+    """Check that what is allocated at once does not grow with the number of microbatches, if those alive do not."""
+    p, r, rows = world.size, world.rank, 64
+    peaks = []
+    for m in (p, 3 * p):
+        stage, x = _layers(p, 1, depth=8)[r], torch.ones(rows * m, WIDTH, dtype=torch.float64)
+        ends = x if r == 0 else None, x if r == p - 1 else None
+        with LiveBytes() as live:
+            step(world, stage, _loss, *ends, m, (rows, WIDTH), torch.float64)
+        peaks.append(live.peak)
+    if peaks[1] > 2 * peaks[0] * peak(p, r, 3 * p) / peak(p, r, p):
+        return f"rank {r}: with {3 * p} microbatches {peaks[1]} bytes are allocated, with {p} {peaks[0]}: is a graph kept?"
     return None
 
 
 def _varied(world: Comm, step: Implementation) -> str | None:
     """Check two steps that accumulate gradients, with many microbatches, in several dtypes, strides and values."""
     p, r, m = world.size, world.rank, 9
-    for kind in (kind for kind in KINDS if kind is not AGAIN):
+    for kind in (*(kind for kind in KINDS if kind != AGAIN), TOKENS):
         rows = (2 if not kind.large else 300) * m
-        stages, one = (_layers(p, 7, kind.dtype) for _ in range(2))
+        stages, one = (_layers(p, 7, kind) for _ in range(2))
         layers = nn.Sequential(*one)
         for again in range(2):
             draw = generator(p, 7, again)
             x, target = (kind.given(normal(draw, rows, WIDTH)) for _ in range(2))
+            if kind == TOKENS:
+                x = torch.randint(VOCAB, (rows,), generator=draw)
             if kind.nan and again:
                 x[0, 0] = torch.nan
             given = x.clone() if r == 0 else None, target.clone() if r == p - 1 else None
@@ -95,9 +133,6 @@ def _varied(world: Comm, step: Implementation) -> str | None:
             for (name, mine), (_, right) in zip(stages[r].named_parameters(), one[r].named_parameters()):
                 if words := kind.mismatch(f"{what} the gradient of {name}", mine.grad, right.grad, m):
                     return words + (": add to the .grad that is there" if again else "")
-            for name, now, before in zip(("inputs", "targets"), given, (x, target)):
-                if now is not None and (words := kind.written(f"{what} {name}", now, before)):
-                    return words
     return None
 
 
@@ -109,19 +144,19 @@ def specification(name: str, peak: Peak, header_bytes: int = 0) -> Specification
     """
     body = partial(_step, peak=peak, header_bytes=header_bytes)
     stages = (
-        Stage("runs", lambda f: on_ranks(partial(body, seed=0, m=1), f, sizes=(1,))),
-        Stage("small", lambda f: on_ranks(partial(body, seed=1, m=2), f, sizes=(2,))),
-        Stage("drawn", lambda f: next(filter(None, (_drawn(body, f, m) for m in (1, 2, 3, 6))), None)),
-        Stage("varied", lambda f: on_ranks(_varied, f, sizes=RANKS)),
+        Stage("runs", partial(body, seed=0, m=1), (1,)),
+        Stage("small", partial(body, seed=1, m=2), (2,)),
+        Stage("drawn", every(*(partial(body, seed=m, m=m) for m in (1, 2, 3, 6)))),
+        Stage("memory", partial(_memory, peak=peak), (2, 3)),
+        Stage("varied", _varied, (2, 5)),
     )
     signature = f"{name}(comm, module, loss_fn, inputs, targets, m, shape, dtype)"
     return Specification(
-        f"pipeline_{name}", signature, "The gradients of one process; the loss on the last rank.", stages
+        f"pipeline_{name}",
+        signature,
+        "The gradients of one process; the loss on the last rank; the order that its name says.",
+        stages,
     )
-
-
-def _drawn(body: Body, implementation: Implementation | FromFile, m: int) -> str | None:
-    return on_ranks(partial(body, seed=m, m=m), implementation)
 
 
 def gpipe_peak(p: int, rank: int, m: int) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import torch
 
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.specification import Specification, Stage
 from minipar.spec.words import generator, mismatch, normal, wrong_entries
 
 R, C = 12, 10
@@ -107,12 +107,17 @@ def _varied(reshard: Implementation) -> str | None:
 
 
 def _refuses(reshard: Implementation) -> str | None:
-    boxes = [ROWS[0], ROWS[2]]
-    try:
-        reshard(boxes, lambda i: part_of(boxes[i]), ((0, R), (0, C)))
-    except ValueError:
-        return None
-    return "rows 4 to 8 are in no file, and it returned a matrix all the same; raise a ValueError"
+    for what, boxes in {
+        "rows 4 to 8": [ROWS[0], ROWS[2]],
+        "columns 3 and 4": _grid([0, R], [0, 3]) + _grid([0, R], [5, C]),
+        "a corner": [BLOCKS[0], BLOCKS[1], BLOCKS[2]],
+    }.items():
+        try:
+            reshard(list(boxes), partial(_open, boxes, []), ((0, R), (0, C)))
+        except ValueError:
+            continue
+        return f"{what}: in no file, and it returned a matrix all the same; raise a ValueError"
+    return None
 
 
 SPECIFICATIONS = [
@@ -121,12 +126,12 @@ SPECIFICATIONS = [
         "reshard(boxes, load, wanted)",
         "The wanted box of a matrix that was saved as these boxes, opening only the files that meet it.",
         (
-            Stage("runs", lambda f: on_one_rank(_right, f, "one file", "one file")),
-            Stage("small", lambda f: on_one_rank(_right, f, "rows", "columns")),
-            Stage("drawn", lambda f: on_one_rank(_drawn, f)),
-            Stage("bytes", lambda f: on_one_rank(_files, f)),
-            Stage("varied", lambda f: on_one_rank(_varied, f)),
-            Stage("refusals", lambda f: on_one_rank(_refuses, f)),
+            Stage("runs", partial(_right, saved="one file", wanted="one file"), ()),
+            Stage("small", partial(_right, saved="rows", wanted="columns"), ()),
+            Stage("drawn", _drawn, ()),
+            Stage("bytes", _files, ()),
+            Stage("varied", _varied, ()),
+            Stage("refusals", _refuses, ()),
         ),
     )
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from minipar.schedules import Costs, Schedule, simulate, validate
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Body, Specification, Stage, on_one_rank
+from minipar.spec.specification import Body, Specification, Stage, every
+from minipar.spec.words import first
 
 Span = Callable[[int, int], float]  # (p, m) -> slots
 Peak = Callable[[int, int, int], int]  # (p, rank, m) -> live microbatches
@@ -41,8 +42,8 @@ def _as_said(make: Implementation, p: int, m: int, span: Span, peak: Peak) -> st
     return None
 
 
-def _at_every_size(make: Implementation, test: Body, *args: Any) -> str | None:
-    return next(filter(None, (test(make, p, m, *args) for p, m in SIZES)), None)
+def _at_every_size(make: Implementation, test: Body) -> str | None:
+    return first(test(make, p=p, m=m) for p, m in SIZES)
 
 
 def _refuses(make: Implementation) -> str | None:
@@ -56,12 +57,13 @@ def _refuses(make: Implementation) -> str | None:
 
 
 def _specification(name: str, says: str, span: Span, peak: Peak) -> Specification:
+    as_said = partial(_as_said, span=span, peak=peak)
     stages = (
-        Stage("runs", lambda f: on_one_rank(_valid, f, 1, 1)),
-        Stage("small", lambda f: on_one_rank(_valid, f, 2, 3) or on_one_rank(_as_said, f, 2, 3, span, peak)),
-        Stage("drawn", lambda f: on_one_rank(_at_every_size, f, _valid)),
-        Stage("memory", lambda f: on_one_rank(_at_every_size, f, _as_said, span, peak)),
-        Stage("refusals", lambda f: on_one_rank(_refuses, f)),
+        Stage("runs", partial(_valid, p=1, m=1), ()),
+        Stage("small", every(partial(_valid, p=2, m=3), partial(as_said, p=2, m=3)), ()),
+        Stage("drawn", partial(_at_every_size, test=_valid), ()),
+        Stage("memory", partial(_at_every_size, test=as_said), ()),
+        Stage("refusals", _refuses, ()),
     )
     return Specification(name, f"{name}(p, m) -> Schedule", says, stages)
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from minipar.comm import Comm
 from minipar.runtime.caller import is_own
 from minipar.runtime.launch import run
 from minipar.spec.from_file import FromFile, Hangs, Implementation, checked
@@ -18,15 +17,51 @@ from minipar.support.errors import RankError
 StageName = Literal["runs", "small", "drawn", "bytes", "memory", "order", "varied", "refusals"]
 # (implementation, ...) -> a description of the mistake on this rank, or None
 Body = Callable[..., str | None]
+STAGES = {
+    "runs": "it runs",
+    "small": "right on one small case",
+    "drawn": "right on drawn cases",
+    "bytes": "the bytes sent",
+    "memory": "the memory",
+    "order": "the order of events",
+    "varied": "right for other values, dtypes, strides and lengths",
+    "refusals": "what it refuses",
+}
+ALWAYS = (
+    "In every stage: nothing that is given is written to, unless that is asked, nor an incoming gradient nor the result "
+    "of an earlier call. Drawn cases are asked again before the first backward, and two models are trained in turn; groups "
+    "are not the world, nor in its order, and a process is in one after the other. Memory is that of live storages."
+)
+# Five ranks in two groups, neither of them the world nor in its order; then in two others.
+GROUPS = (((3, 1), (4, 0, 2)), ((1, 4, 3), (0, 2)))
+World = int | tuple[tuple[tuple[int, ...], ...], ...]
+WORLDS: tuple[World, ...] = (1, 2, 3, 4, GROUPS)
 TIMEOUT_S = 60.0  # for one wait; a deadlock is detected and reported sooner
 FOLDER = Path(__file__).parent
 
 
-class Stage(NamedTuple):
-    """`test(implementation)` returns None if the stage is passed, otherwise a description of the mistake."""
+@dataclass(frozen=True)
+class Stage:
+    """A part of a check: `body(world, implementation)` on the ranks of each of these worlds, up to the first mistake.
+
+    sizes   numbers of ranks; GROUPS: of five ranks, in groups; (): body(implementation), on one rank without a Comm
+    writes  the arguments, by position, that an implementation may write to
+    """
 
     name: StageName
-    test: Callable[[Implementation | FromFile], str | None]
+    body: Body
+    sizes: tuple[World, ...] = WORLDS
+    writes: tuple[int, ...] = ()
+
+    def test(
+        self, implementation: Implementation | FromFile, ranks: Iterable[int] | None = None
+    ) -> str | None:
+        """Return None if the stage is passed, otherwise a description of the mistake. `ranks`: for drawn and varied."""
+        writes = None if self.name == "memory" else self.writes  # a witness keeps tensors alive
+        if not self.sizes:
+            return on_one_rank(self.body, implementation, writes)
+        sizes = self.sizes if ranks is None or self.name not in ("drawn", "varied") else ranks
+        return on_ranks(self.body, implementation, sizes, writes)
 
 
 class Verdict(NamedTuple):
@@ -69,54 +104,88 @@ class Specification:
     requirement: str
     stages: tuple[Stage, ...]
 
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The names of the functions and classes of the signature."""
+        return tuple(dict.fromkeys(re.findall(r"(?:^|\), |; )(\w+)\(", self.signature)))
+
+    @property
+    def most_ranks(self) -> int:
+        """The size of the largest world on which it is checked."""
+        sizes = [size for stage in self.stages for size in stage.sizes]
+        return max((size if isinstance(size, int) else sum(map(len, size[0])) for size in sizes), default=1)
+
+    @property
+    def words(self) -> str:
+        """What is asked, stage by stage."""
+        asked = [
+            f"  {stage.name:9} {STAGES[stage.name]} ({', '.join(map(_world, stage.sizes)) or 'one rank'})"
+            for stage in self.stages
+        ]
+        return "\n".join([f"{self.name}: {self.signature}", self.requirement, *asked, ALWAYS])
+
     def check(
-        self, implementation: Implementation | FromFile, stages: Iterable[StageName] | None = None
+        self,
+        implementation: Implementation | FromFile,
+        stages: Iterable[StageName] | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> Report:
-        """Run all stages, or only those named in `stages`, in order, until one fails."""
-        wanted = [stage for stage in self.stages if stages is None or stage.name in set(stages)]
+        """Run all stages, or only those named in `stages`, in order, until one fails. `ranks`: for drawn and varied."""
+        asked, sizes = None if stages is None else set(stages), None if ranks is None else tuple(ranks)
+        wanted = [stage for stage in self.stages if asked is None or stage.name in asked]
         verdicts = []
         for stage in wanted:
-            verdicts.append(Verdict(stage.name, stage.test(implementation)))
+            verdicts.append(Verdict(stage.name, stage.test(implementation, sizes)))
             if verdicts[-1].words is not None:
                 break
         return Report(self.name, tuple(verdicts), len(wanted))
 
 
 def on_ranks(
-    body: Body, implementation: Implementation | FromFile, *args: Any, sizes: Iterable[int] = (1, 2, 3, 4)
+    body: Body,
+    implementation: Implementation | FromFile,
+    sizes: Iterable[World] = WORLDS,
+    writes: tuple[int, ...] | None = (),
 ) -> str | None:
-    """Run body(world, implementation, *args) on worlds of these sizes, up to the first mistake; return its description.
+    """Run body(world, implementation) on worlds of these sizes, up to the first mistake; return its description.
 
     On each rank `body` returns a description of a mistake, or None. An exception, a dead rank, a deadlock, a lost message
     and a rank that takes too long are described too. Returns None if there is no mistake.
     """
-    for size in sizes:
+    for world in sizes:
+        size, groupings = (world, None) if isinstance(world, int) else (sum(map(len, world[0])), world)
+        where = (
+            _ranks(size) if groupings is None else f"groups of {size} ranks, {' then '.join(map(str, world))}"
+        )
         try:
-            said = run(checked, body, implementation, *args, world_size=size, timeout_s=TIMEOUT_S)
+            said = run(checked, body, implementation, writes, groupings, world_size=size, timeout_s=TIMEOUT_S)
         except RankError as error:
             # A rank that found a mistake has returned early; the other ranks may have failed waiting for it.
             said = [words for _, words in sorted(error.returned.items())]
             if not any(said):
-                return f"on {_ranks(size)}: {explained(error)}"
+                return f"on {where}: {explained(error)}"
         if wrong := [words for words in said if words is not None]:
             everywhere = len(wrong) == size > 1 and len(set(map(_without_rank, wrong))) == 1
-            where = f"on every one of {size} ranks" if everywhere else f"on {_ranks(size)}"
-            return f"{where}: {_without_rank(wrong[0]) if everywhere else wrong[0]}"
+            where = f"every one of {size} ranks" if everywhere and groupings is None else where
+            return f"on {where}: {_without_rank(wrong[0]) if everywhere else wrong[0]}"
     return None
 
 
-def on_one_rank(body: Body, implementation: Implementation | FromFile, *args: Any) -> str | None:
-    """Run body(implementation, *args) on one rank, for an implementation that does not communicate; return its result."""
+def on_one_rank(
+    body: Body, implementation: Implementation | FromFile, writes: tuple[int, ...] | None = ()
+) -> str | None:
+    """Run body(implementation) on one rank, for an implementation that does not communicate; return its result."""
     try:
         return first(
-            run(checked, _without_world, implementation, body, *args, world_size=1, timeout_s=TIMEOUT_S)
+            run(checked, body, implementation, writes, None, False, world_size=1, timeout_s=TIMEOUT_S)
         )
     except RankError as error:
         return explained(error).removeprefix("rank 0 ").removeprefix("rank 0: ")
 
 
-def _without_world(world: Comm, implementation: Implementation, body: Body, *args: Any) -> str | None:
-    return body(implementation, *args)
+def every(*bodies: Body) -> Body:
+    """Return a body that runs these bodies, up to the first mistake."""
+    return lambda *args: first(body(*args) for body in bodies)
 
 
 def explained(error: RankError) -> str:
@@ -147,3 +216,7 @@ def _without_rank(words: str) -> str:
 
 def _ranks(size: int) -> str:
     return "one rank" if size == 1 else f"{size} ranks"
+
+
+def _world(world: World) -> str:
+    return str(world) if isinstance(world, int) else f"groups {' then '.join(map(str, world))}"

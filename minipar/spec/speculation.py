@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.specification import Specification, Stage
 from minipar.spec.varied import FLOAT32, PLAIN, STRIDED, Kind
 from minipar.spec.words import first, generator, wrong_entries
 
@@ -239,10 +239,10 @@ SPECIFICATIONS = [
         "accept_or_resample(p, guesses, dice) -> the accepted guesses, and one more token",
         "Whatever the draft guesses, each token is written with the model's own probability.",
         (
-            Stage("runs", lambda f: on_one_rank(_each, f, RUNS)),
-            Stage("small", lambda f: on_one_rank(_each, f, SMALL)),
-            Stage("drawn", lambda f: on_one_rank(_each, f, DRAWN)),
-            Stage("varied", lambda f: on_one_rank(_each, f, VARIED)),
+            Stage("runs", partial(_each, cases=RUNS), ()),
+            Stage("small", partial(_each, cases=SMALL), ()),
+            Stage("drawn", partial(_each, cases=DRAWN), ()),
+            Stage("varied", partial(_each, cases=VARIED), ()),
         ),
     )
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minipar.spec.words import RTOL, mismatch, wrong_entries
+from minipar.spec.words import RTOL, mismatch
 
 RANKS = (2, 5)  # world sizes on which varied inputs are tried
 # The allowed error, relative to the largest entry.
@@ -23,6 +23,8 @@ class Kind:
     nan       the first entry of the first tensor is nan, and only the result is compared
     scale     factor on the input of a softmax, so that its exp overflows unless the maximum is subtracted
     seed      kinds that differ only in the seed have the same shapes and other values
+    rounding  the error allowed, relative to the largest entry; None: the dtype's
+    backward  whether gradients are compared; those that a nan reaches depend on the order of sums
     """
 
     words: str = ""
@@ -32,6 +34,8 @@ class Kind:
     nan: bool = False
     scale: float = 1.0
     seed: int = 0
+    rounding: float | None = None
+    backward: bool = True
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x in float64, rounded to the dtype."""
@@ -57,25 +61,21 @@ class Kind:
         want: Tensor | None,
         size: int = 1,
         whole: Tensor | None = None,
-        rounding: float | None = None,
     ) -> str | None:
-        """Compare as `words.mismatch` does; `want` is in float64. `rounding` may replace the dtype's allowed error."""
+        """Compare as `words.mismatch` does; `want` is in float64."""
         what = f"{what.removesuffix(',')}, {self.words}," if self.words else what
-        want = None if want is None else want.to(self.dtype)
+        want = (
+            None if want is None else want.detach().to(self.dtype if want.is_floating_point() else want.dtype)
+        )
         if self.dtype == torch.bfloat16 and isinstance(got, Tensor) and got.dtype == torch.float32:
             got = got.to(self.dtype)  # some implementations compute in a wider dtype than their input's
-        return mismatch(what, got, want, size, ROUNDING[self.dtype] if rounding is None else rounding, whole)
-
-    def written(self, what: str, x: Tensor, before: Tensor) -> str | None:
-        """Describe a change of the input x, which was made from `before`; None if it is unchanged."""
-        if wrong_entries(x.detach(), before.to(x.dtype)).any():
-            return f"{what} was written to; the caller may still need it"
-        return None
+        rounding = ROUNDING[self.dtype] if self.rounding is None else self.rounding
+        return mismatch(what, got, want, size, rounding, whole)
 
 
 PLAIN = Kind()
 LARGE = Kind("of thousands of elements", large=True)
 AGAIN = Kind("of thousands of elements for the second time", large=True, seed=1)
 FLOAT32, BFLOAT16 = Kind("in float32", torch.float32), Kind("in bfloat16", torch.bfloat16)
-STRIDED, NAN = Kind("not contiguous", strided=True), Kind("with a nan", nan=True)
+STRIDED, NAN = Kind("not contiguous", strided=True), Kind("with a nan", nan=True, backward=False)
 KINDS = (PLAIN, LARGE, AGAIN, FLOAT32, BFLOAT16, STRIDED, NAN)

@@ -21,27 +21,17 @@ from minipar.learn.exercises.examine import at_line, find_fault
 from minipar.learn.exercises.folder import file_of, remember
 from minipar.learn.exercises.registry import Exercise, find_exercise
 from minipar.runtime.launch import shutdown
-from minipar.spec.all_specifications import SPECIFICATIONS
+from minipar.spec.all_specifications import check as check_specification
 from minipar.spec.from_file import FromFile, Hangs, deadline
+from minipar.spec.specification import STAGES
 
-MOST_RANKS = 4
 LIMIT_S = 120.0  # wall-clock time of a whole check
 # One run on a rank may take a fifteenth of LIMIT_S; after that, the line that it has reached is reported.
 RUNS = 15
 MOST_LINES = 20  # show at most this many lines of the learner's output, and of a finding
 MOST_CHARACTERS = 200  # show at most this many characters of a line
 MOST_OF_A_SENTENCE = 5 * MOST_CHARACTERS
-STAGES = {
-    "file": "the file",
-    "runs": "it runs",
-    "small": "right on one small case",
-    "drawn": "right on drawn cases",
-    "bytes": "the bytes sent",
-    "memory": "the memory",
-    "order": "the order of events",
-    "varied": "right for other values, dtypes, strides and lengths",
-    "refusals": "what it refuses",
-}
+WORDS = {"file": "the file", **STAGES}
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Result:
                 f"{self.name}: GREEN  {', '.join(STAGES[stage] for stage in self.met)} ({self.seconds:.1f} s)"
             )
         met = f"; passed: {', '.join(STAGES[stage] for stage in self.met)}" if self.met else ""
-        return f"{self.name}: RED  {STAGES[self.stage or 'file']}: {self.words}{met}"
+        return f"{self.name}: RED  {WORDS[self.stage or 'file']}: {self.words}{met}"
 
 
 def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S) -> Result:
@@ -82,7 +72,7 @@ def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S)
     with printing_little():
         try:
             with deadline(None, limit_s):
-                words = find_fault(source, exercise, MOST_RANKS)
+                words = find_fault(source, exercise)
                 result = (
                     _met_stages(exercise, source) if words is None else Result(name, "red", (), "file", words)
                 )
@@ -97,13 +87,11 @@ def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S)
 
 
 def _met_stages(exercise: Exercise, source: FromFile) -> Result:
-    met: list[str] = []
-    for stage in SPECIFICATIONS[exercise.specification].stages:
-        words = stage.test(source)
-        if words is not None:
-            return Result(exercise.name, "red", tuple(met), stage.name, words)
-        met.append(stage.name)
-    return Result(exercise.name, "green", tuple(met))
+    report = check_specification(exercise.specification, source)
+    met = tuple(verdict.stage for verdict in report.verdicts if verdict.words is None)
+    if report.first_wrong is None:
+        return Result(exercise.name, "green", met)
+    return Result(exercise.name, "red", met, *report.first_wrong)
 
 
 def with_line(result: Result, path: Path, exercise: Exercise) -> Result:

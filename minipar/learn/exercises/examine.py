@@ -12,6 +12,7 @@ from minipar.comm import Comm
 from minipar.learn.exercises.folder import STUBS
 from minipar.learn.exercises.registry import Exercise
 from minipar.runtime.launch import run
+from minipar.spec.all_specifications import SPECIFICATIONS
 from minipar.spec.from_file import FromFile, deadline
 from minipar.spec.specification import TIMEOUT_S, explained
 from minipar.support.errors import RankError
@@ -20,10 +21,11 @@ from minipar.support.errors import RankError
 Wanted = tuple[str, list[str], list[str]]
 
 
-def find_fault(source: FromFile, exercise: Exercise, most_ranks: int) -> str | None:
+def find_fault(source: FromFile, exercise: Exercise) -> str | None:
     """Return a sentence that says why, and at which line, the learner's file cannot be checked; None if it can be."""
     if words := _syntax_fault(Path(source.path)):
         return words
+    most_ranks = SPECIFICATIONS[exercise.specification].most_ranks
     run(_nothing, world_size=most_ranks)  # starts one pool of ranks, large enough for all later runs
     return _fault_on_a_rank(source, exercise)
 

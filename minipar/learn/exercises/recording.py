@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from minipar.comm import Comm
@@ -11,7 +10,7 @@ from minipar.learn.exercises.registry import Exercise
 from minipar.runtime.launch import run
 from minipar.schedules import Schedule
 from minipar.spec.all_specifications import SPECIFICATIONS
-from minipar.spec.from_file import FromFile, checked, recorded
+from minipar.spec.from_file import FromFile, deadline, recorded
 from minipar.support.errors import RankError
 from minipar.support.trace import Span
 
@@ -24,7 +23,7 @@ def record_schedule(exercise: Exercise, path: Path) -> Schedule | None:
         return None
     source = FromFile(str(path.resolve()), tuple(exercise.solution))
     try:
-        schedule: Schedule = run(checked, _schedule, source, world_size=1)[0]
+        schedule: Schedule = run(_schedule, source, world_size=1)[0]
         return schedule
     except RankError:
         return None
@@ -45,5 +44,7 @@ def record_spans(exercise: Exercise, path: Path) -> dict[int, list[Span]]:
     return spans if lanes == {"main"} else {}
 
 
-def _schedule(world: Comm, make: Callable[[int, int], Schedule]) -> Schedule:
-    return make(RANKS, MICROBATCHES)
+def _schedule(world: Comm, source: FromFile) -> Schedule:
+    with deadline(source.limit_s):
+        schedule: Schedule = source.load()(RANKS, MICROBATCHES)
+        return schedule

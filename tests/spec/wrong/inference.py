@@ -337,7 +337,7 @@ class InOrder:
 
 
 def masked(memory, size, pieces, q, k, v):
-    """Right: all slots are written at once, and the unused ones masked instead of cut off."""
+    """Right: all slots are written at once, and the unused ones masked instead of cut off, values too."""
     places = [
         (table[t // size], t % size)
         for tokens, begin, table in pieces
@@ -352,6 +352,7 @@ def masked(memory, size, pieces, q, k, v):
         row += len(tokens)
         scores = q[rows].permute(2, 1, 0, 3)[0] @ keys.transpose(1, 2) / q.shape[3] ** 0.5
         later = torch.arange(keys.shape[1])[None] > torch.arange(begin, begin + len(tokens))[:, None]
+        values = values.masked_fill(later.all(0)[:, None], 0)
         outs.append((scores.masked_fill(later, -torch.inf).softmax(2) @ values).transpose(0, 1)[:, :, None])
     return torch.cat(outs[::-1])
 

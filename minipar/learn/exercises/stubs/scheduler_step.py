@@ -24,7 +24,7 @@ def plan(pool, waiting, budget):
                until the table has enough for `num_tokens`, or adds none and returns False; pool.release(table) frees all
                of the table's blocks, and empties it
     waiting    the unfinished texts, in order of arrival. Each has text.tokens, a list of ints; text.num_read, how many of
-               these are in its blocks; text.unread, how many are not; text.table, a list of its blocks
+               these are in its blocks; text.unread, the list of those that are not; text.table, a list of its blocks
     budget     maximum number of tokens to read, 1 or more
 
     If a text gives up its blocks, set its num_read to 0; it keeps its tokens. Otherwise only `advance` changes num_read.

@@ -1,0 +1,258 @@
+"""Functions called on every rank, as data: how arguments are drawn, and what one process answers. One runner for all.
+
+Each question is asked in the same way: once; then several times before the first backward, and the backwards in
+another order; with a residual around it, y + x, where y has the shape of x; in other dtypes, strides and values. What one
+process answers is differentiated by autograd, so that a question needs no backward of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.spec.from_file import Implementation
+from minipar.spec.specification import WORLDS, Body, Specification, Stage, every
+from minipar.spec.varied import KINDS, PLAIN, Kind
+from minipar.spec.words import generator, grad_of, normal
+
+Given = list[dict[str, Any]]  # each rank's arguments, by name and in their order
+SEEDS, MORE_RANKS = (2, 3, 4), (7,)
+VARIED_SEED = 5
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a function.
+
+    draw(size, seed, kind)  each rank's arguments, floats in float64; what is the same on all ranks is one tensor
+    answer(given)           each rank's results; one that is the same on all ranks is one tensor, with one gradient
+    results                 what the results are, in words
+    attribute               the implementation is this attribute of what is checked
+    by_name                 arguments passed by name -> their defaults, which the calls of odd seeds leave out
+    differentiated          whether there is a backward
+    summands                arguments of whose gradient, and results of which, each rank has a summand
+    reached_by_nan          how many of the results are compared where an argument has a nan
+    linear                  whether a nan in an incoming gradient reaches known gradients, which are compared
+    cause(world, got, given)  the usual mistake that gives this result, in words
+    """
+
+    draw: Callable[[int, int, Kind], Given]
+    answer: Callable[[Given], Sequence[Sequence[Tensor]]]
+    results: tuple[str, ...]
+    attribute: str = ""
+    by_name: Mapping[str, Any] = field(default_factory=dict)
+    differentiated: bool = True
+    summands: Container[str] = ()
+    reached_by_nan: int = 9
+    linear: bool = False
+    cause: Callable[[Comm, Tensor, Given], str] | None = None
+
+
+class Asked:
+    """A question that was put to an implementation on this rank: its forward is done when it is made."""
+
+    def __init__(
+        self, world: Comm, function: Implementation, question: Question, seed: int, kind: Kind = PLAIN
+    ):
+        self.world, self.question, self.kind, r = world, question, kind, world.rank
+        self.what = f"through {question.attribute}" if question.attribute else ""
+        given = self.given = question.draw(world.size, seed, kind)
+        self.leaves = {
+            name: [rank[name] for rank in given]
+            for name, x in given[r].items()
+            if question.differentiated and isinstance(x, Tensor) and x.is_floating_point()
+        }
+        for x in (x for ranks in self.leaves.values() for x in ranks):
+            x.requires_grad_()
+        self.answers = [list(mine) for mine in question.answer(given)]
+        self.mine = {
+            name: kind.given(x, name in self.leaves) if isinstance(x, Tensor) else copy.deepcopy(x)
+            for name, x in given[r].items()
+        }
+        named = {name: x for name, x in self.mine.items() if name in question.by_name}
+        self.options = "".join(f", {name}={x}," for name, x in named.items())
+        if seed % 2:
+            named = {name: x for name, x in named.items() if x != question.by_name[name]}
+        function = getattr(function, question.attribute) if question.attribute else function
+        got = function(world, *(x for name, x in self.mine.items() if name not in question.by_name), **named)
+        self.got = list(got) if isinstance(got, tuple | list) else [got]
+
+    def wrong_answer(self) -> str | None:
+        """Compare the results."""
+        r, names = self.world.rank, self.question.results
+        if len(self.got) != len(names):
+            return f"rank {r}: it returned {_kind(self.got)}; return {', '.join(names)}"
+        for i, (name, got, want) in enumerate(zip(names, self.got, self.answers[r])):
+            if self.kind.nan and i >= self.question.reached_by_nan:
+                continue
+            if not want.is_floating_point():
+                if int(got) != int(want):
+                    return f"rank {r}: {name} is {int(got)}; it should be {int(want)}"
+                continue
+            what = f"rank {r}: {name}{self.options}"
+            if name in self.question.summands:
+                if not isinstance(got, Tensor) or got.shape != want.shape or not got.requires_grad:
+                    return f"{what} is {_kind(got)}; return one element that autograd can follow"
+                got, what = self.world.all_reduce(got.detach()), f"{what}, added over all ranks,"
+            if words := self._mismatch(what, got, [rank[i] for rank in self.answers]):
+                return words + (
+                    self.question.cause(self.world, got, self.given) if self.question.cause else ""
+                )
+        return None
+
+    def backward(self, seed: int, residual: bool = False) -> None:
+        """Run the backward of the results, here and in one process, with a residual if the shapes are alike."""
+        if not self.question.differentiated:
+            return
+        r, draw, total = self.world.rank, generator(self.world.size, seed, 11), torch.zeros(()).double()
+        dys: dict[int, Tensor] = {}
+        for y in (y for rank in self.answers for y in rank if y.is_floating_point()):
+            if id(y) not in dys:
+                dys[id(y)] = self.kind.rounded(normal(draw, *y.shape))
+                if self.question.linear:
+                    dys[id(y)] = self.kind.with_nan(dys[id(y)])
+                total = total + (y * dys[id(y)]).sum()
+        outs, given = [], []
+        for got, want in zip(self.got, self.answers[r]):
+            if want.is_floating_point():
+                outs.append(got)
+                given.append(self.kind.given(dys[id(want)]))
+        x = self.mine[next(iter(self.leaves))]
+        self.residual = residual and x.shape == outs[0].shape and x.dtype == outs[0].dtype
+        if self.residual:
+            outs[0] = outs[0] + x
+        self.dy = dys[id(self.answers[r][0])]
+        torch.autograd.backward(outs, given)
+        total.backward()
+
+    def wrong_gradient(self) -> str | None:
+        """Compare the gradients of the arguments."""
+        if not self.question.differentiated or not (self.kind.backward or self.question.linear):
+            return None
+        r = self.world.rank
+        for name in [*list(self.leaves)[1:], next(iter(self.leaves))]:  # that of x after those of weights
+            got, leaves = self.mine[name].grad, self.leaves[name]
+            if name in self.question.summands:
+                got = self.world.all_reduce(torch.zeros_like(leaves[r]) if got is None else got.contiguous())
+            wants = [grad_of(x) for x in leaves]
+            if self.residual and name == next(iter(self.leaves)):
+                wants[r] = wants[r] + self.dy
+            what = f"rank {r}: the gradient of {name} {self.what}".rstrip()
+            if words := self._mismatch(what, got, wants):
+                return words + self._cause(got, wants[r])
+        return None
+
+    def _cause(self, got: Any, want: Tensor) -> str:
+        """Name the usual mistake that gives this gradient, if one does."""
+        p, r = self.world.size, self.world.rank
+        if p == 1 or not isinstance(got, Tensor) or self.residual:
+            return ""
+        own = [
+            self.dy,
+            *(self.dy.chunk(p, dim)[r] for dim in range(self.dy.dim()) if self.dy.shape[dim] % p == 0),
+        ]
+        if any(self.kind.mismatch("", got, dy) is None for dy in own):
+            return ": it is this rank's dy alone; the other ranks' parts are missing"
+        same = all(y[0] is self.answers[0][0] for y in self.answers)
+        summed = same and self.kind.mismatch("", got, p * want) is None
+        return ": it is summed over ranks, but each rank's dy is complete" if summed else ""
+
+    def _mismatch(self, what: str, got: Any, wants: list[Tensor]) -> str | None:
+        """Compare with this rank's of `wants`; errors are relative to the largest entry of all ranks'."""
+        p, r, whole = self.world.size, self.world.rank, torch.cat([x.detach().flatten() for x in wants])
+        words = self.kind.mismatch(what, got, wants[r], p, whole)
+        if words is None or not isinstance(got, Tensor) or got.numel() < 2:
+            return words
+        owners = [s for s, x in enumerate(wants) if self.kind.mismatch("", got, x, p, whole) is None]
+        return words + (f": it is rank {owners[0]}'s" if owners else "")
+
+
+def ask(world: Comm, function: Implementation, question: Question, seed: int) -> str | None:
+    """Ask once."""
+    asked = Asked(world, function, question, seed)
+    if words := asked.wrong_answer():
+        return words
+    asked.backward(seed)
+    return asked.wrong_gradient()
+
+
+def ask_often(
+    world: Comm, function: Implementation, question: Question, of: Sequence[tuple[int, Kind]]
+) -> str | None:
+    """Ask several times before the first backward; the first call's backward is the last, the others keep their order."""
+    calls = []
+    for seed, kind in of:
+        calls.append(Asked(world, function, question, seed, kind))
+        if words := calls[-1].wrong_answer():
+            return words
+    for number, asked in enumerate([*calls[1:], calls[0]], 2):
+        asked.backward(number, residual=True)
+        if words := asked.wrong_gradient():
+            return f"{words}: of call {(number - 1) % len(of) + 1} of {len(of)}, all made before the first backward"
+    return None
+
+
+def sends(
+    world: Comm,
+    function: Implementation,
+    question: Question,
+    formula: Callable[[Given, int], Container[float]],
+    says: str,
+    algorithm: str = "ring",
+) -> str | None:
+    """Check the bytes that this rank sends, forward and backward. formula(given, rank): those that are right."""
+    r = world.rank
+    given = question.draw(world.size, 1, PLAIN)
+    world.traffic.reset()
+    Asked(world.using(algorithm), function, question, 1).backward(1)
+    sent, right = world.traffic.sent_bytes, formula(given, r)
+    if sent in right:
+        return None
+    said = f"{right[0]} to {right[-1]}" if isinstance(right, range) else " or ".join(f"{n:g}" for n in right)
+    return f"rank {r}: with {world.size} ranks it sent {sent} bytes; {says} send {said}"
+
+
+def _kind(x: object) -> str:
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def bodies(question: Question, kinds: Sequence[Kind] = KINDS) -> dict[str, Body]:
+    """Return the bodies of the stages that every question has."""
+    often = partial(ask_often, question=question)
+    return {
+        "runs": partial(ask, question=question, seed=0),
+        "small": every(*(partial(ask, question=question, seed=seed) for seed in (0, 1))),
+        "drawn": partial(often, of=[(seed, PLAIN) for seed in SEEDS]),
+        "varied": partial(often, of=[(VARIED_SEED, kind) for kind in kinds]),
+    }
+
+
+def specification(
+    name: str,
+    signature: str,
+    requirement: str,
+    questions: Sequence[Question],
+    between: Sequence[Stage] = (),
+    kinds: Sequence[Kind] = KINDS,
+) -> Specification:
+    """Return the specification of a function that answers these questions. `between`: stages before "varied"."""
+    by_stage = [bodies(question, kinds) for question in questions]
+
+    def stage(name: Any, *sizes: Any) -> Stage:
+        return Stage(name, every(*(bodies[name] for bodies in by_stage)), sizes)
+
+    stages = (
+        stage("runs", 1),
+        stage("small", 2),
+        stage("drawn", *WORLDS, *MORE_RANKS),
+        *between,
+        stage("varied", 2, 5),
+    )
+    return Specification(name, signature, requirement, stages)
