@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
@@ -12,39 +12,18 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.spec.collectives import (
     MANY,
-    SHAPES,
-    calls_of,
     recording_peers,
+    right,
+    ring_bytes,
+    runs,
     same_bits,
     varied,
     whose_part,
-    wrong,
 )
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Body, Specification, Stage, StageName
-from minipar.spec.words import first, generator, mismatch, wrong_bytes
+from minipar.spec.words import first, wrong_bytes
 from minipar.support.live_bytes import LiveBytes
-
-
-def _shift(world: Comm, shift: Implementation, shapes: Sequence[tuple[int, ...]] = SHAPES) -> str | None:
-    return first([_shift_one(world, shift, shape) for shape in shapes])
-
-
-def _shift_one(world: Comm, shift: Implementation, shape: tuple[int, ...]) -> str | None:
-    p, r, draw = world.size, world.rank, generator(world.size, *shape)
-    xs = [torch.randint(-4, 5, shape, generator=draw).double() for _ in range(p)]
-    x = xs[r].clone()
-    got = shift(world, x)
-    if words := mismatch(f"rank {r}: what came from the left, {list(shape)},", got, xs[r - 1]):
-        owner = [s for s in range(p) if mismatch("", got, xs[s]) is None]
-        return f"{words}: it has rank {owner[0]}'s" if owner else words
-    return None
-
-
-def _returns(world: Comm, function: Implementation) -> str | None:
-    got = function(world, torch.ones(4))
-    kind = type(got).__name__
-    return None if isinstance(got, Tensor) else f"rank {world.rank}: it returned a {kind}, not a tensor"
 
 
 def _one_message(world: Comm, shift: Implementation) -> str | None:
@@ -72,21 +51,6 @@ def _returning_x(world: Comm, all_reduce_: Implementation, body: Body) -> str | 
         return mine
 
     return body(world, pure) or first(found)
-
-
-def _right_sum(world: Comm, all_reduce: Implementation) -> str | None:
-    return first([wrong(world, all_reduce, call) for call in calls_of("all_reduce", world.size)])
-
-
-def _ring_bytes(world: Comm, all_reduce_: Implementation) -> str | None:
-    for call in calls_of("all_reduce", world.size):
-        x = call.inputs(world.size)[world.rank]
-        formula, of = call.sent_bytes(world.size, world.rank), f"{list(x.shape)} float64"
-        world.traffic.reset()
-        all_reduce_(world, x)
-        if words := wrong_bytes(world.traffic.sent_bytes, formula, world.rank, world.size, of, "a ring"):
-            return words
-    return None
 
 
 def _one_chunk_of_scratch(world: Comm, all_reduce_: Implementation) -> str | None:
@@ -172,9 +136,9 @@ def _all_reduce(
 ) -> Specification:
     """over(body): the body, of an implementation that is called in its own way."""
     stages = (
-        Stage("runs", over(_returns), (1, 2), IN_PLACE[name]),
+        Stage("runs", over(partial(runs, collective="all_reduce")), (1, 2), IN_PLACE[name]),
         Stage("small", over(partial(whose_part, collective="all_reduce")), small, IN_PLACE[name]),
-        Stage("drawn", over(_right_sum), writes=IN_PLACE[name]),
+        Stage("drawn", over(partial(right, collective="all_reduce")), writes=IN_PLACE[name]),
         *measured,
         Stage("order", over(same_bits), (3, 4), IN_PLACE[name]),
         Stage("varied", over(partial(varied, collective="all_reduce")), MANY, IN_PLACE[name]),
@@ -190,9 +154,9 @@ SPECIFICATIONS = [
         "shift(comm, x)",
         "Every rank sends x to the next rank, the last to the first, and returns what it got.",
         (
-            Stage("runs", _returns, (2, 3, 1)),
-            Stage("small", partial(_shift, shapes=SHAPES[1:2]), (2, 3)),
-            Stage("drawn", _shift),
+            Stage("runs", partial(runs, collective="shift"), (2, 3, 1)),
+            Stage("small", partial(whose_part, collective="shift"), (2, 3)),
+            Stage("drawn", partial(right, collective="shift")),
             Stage("bytes", _one_message, (2, 4)),
             Stage("varied", partial(varied, collective="shift"), MANY),
         ),
@@ -203,7 +167,7 @@ SPECIFICATIONS = [
         "x becomes the sum over ranks of x, on every rank the same bits, with one chunk of scratch memory.",
         lambda body: partial(_returning_x, body=body),
         (2, 3),
-        Stage("bytes", _ring_bytes, (3, 4), (1,)),
+        Stage("bytes", partial(ring_bytes, collective="all_reduce"), (3, 4), (1,)),
         Stage("memory", _one_chunk_of_scratch, (3, 4)),
     ),
     _all_reduce(

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 
 from minipar.spec import (
@@ -30,7 +29,7 @@ from minipar.spec import (
     whole_batch,
     zero,
 )
-from minipar.spec.from_file import FromFile, Implementation
+from minipar.spec.from_file import FromFile, Subject
 from minipar.spec.specification import Report, Specification, StageName
 
 MODULES = (
@@ -54,7 +53,7 @@ MODULES = (
     speculation,
     batching,
 )
-SPECIFICATIONS = {s.name: s for s in chain.from_iterable(module.SPECIFICATIONS for module in MODULES)}
+SPECIFICATIONS: dict[str, Specification] = {s.name: s for module in MODULES for s in module.SPECIFICATIONS}
 
 
 def find_specification(name: str) -> Specification:
@@ -68,7 +67,7 @@ def find_specification(name: str) -> Specification:
 
 def check(
     name: str,
-    implementation: Implementation | FromFile | str,
+    implementation: Subject | str,
     stages: Iterable[StageName] | None = None,
     ranks: Iterable[int] | None = None,
 ) -> Report:

@@ -189,7 +189,7 @@ def recording_peers(world: Comm) -> Iterator[Counter[int]]:
         yield sent
 
 
-def _right(world: Comm, implementation: Implementation, collective: str) -> str | None:
+def right(world: Comm, implementation: Implementation, collective: str) -> str | None:
     return first([wrong(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
@@ -229,6 +229,8 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
     got = implementation(world, xs[world.rank], *call.arguments(p, world.rank))
     want = call.result(xs, world.rank)
     assert want is not None
+    if got.shape == want.shape and got.dtype != want.dtype:
+        return mismatch(f"rank {world.rank}: the result", got, want)
     if got.shape != want.shape:
         return f"rank {world.rank}: the result has shape {list(got.shape)}; it should have {list(want.shape)}"
     owners = {10**r: r for r in range(p)}
@@ -239,7 +241,7 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
     return None
 
 
-def _runs(world: Comm, implementation: Implementation, collective: str) -> str | None:
+def runs(world: Comm, implementation: Implementation, collective: str) -> str | None:
     call = calls_of(collective, world.size)[1]
     x = call.inputs(world.size)[world.rank]
     got = implementation(world, x, *call.arguments(world.size, world.rank))
@@ -250,7 +252,7 @@ def _runs(world: Comm, implementation: Implementation, collective: str) -> str |
     )
 
 
-def _bytes(world: Comm, implementation: Implementation, collective: str) -> str | None:
+def ring_bytes(world: Comm, implementation: Implementation, collective: str) -> str | None:
     return first([_wrong_bytes(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
@@ -314,10 +316,10 @@ SENDERS = {
 
 def specification(name: str, signature: str, says: str) -> Specification:
     stages = [
-        Stage("runs", partial(_runs, collective=name), (2, 3, 1)),
+        Stage("runs", partial(runs, collective=name), (2, 3, 1)),
         Stage("small", partial(whose_part, collective=name), (2, 3)),
-        Stage("drawn", partial(_right, collective=name)),
-        Stage("bytes", _tree if name == "broadcast" else partial(_bytes, collective=name), (3, 4)),
+        Stage("drawn", partial(right, collective=name)),
+        Stage("bytes", _tree if name == "broadcast" else partial(ring_bytes, collective=name), (3, 4)),
     ]
     if name == "all_reduce":
         stages.append(Stage("order", same_bits, (3, 4)))

@@ -73,7 +73,8 @@ def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _attention(given: Given) -> list[tuple[Tensor, ...]]:
-    return _pieces(given, plain_attention(*_joined(given), given[0]["causal"]))
+    q, k, v = _joined(given)
+    return _pieces(given, plain_attention(q, k, v, given[0]["causal"]))
 
 
 def _forward(given: Given) -> list[tuple[Tensor, ...]]:
@@ -82,9 +83,10 @@ def _forward(given: Given) -> list[tuple[Tensor, ...]]:
 
 
 def _backward(given: Given) -> list[tuple[Tensor, ...]]:
-    whole = [x.requires_grad_() for x in _joined(given)]
+    q, k, v = (x.requires_grad_() for x in _joined(given))
     dout = torch.cat([mine["dout"] for mine in given], 2)
-    return _pieces(given, *torch.autograd.grad(plain_attention(*whole, given[0]["causal"]), whole, dout))
+    out = plain_attention(q, k, v, given[0]["causal"])
+    return _pieces(given, *torch.autograd.grad(out, (q, k, v), dout))
 
 
 def _specification(

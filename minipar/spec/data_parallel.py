@@ -121,7 +121,7 @@ OVERLAPPED = _stages(
     partial(or_refused, start=_start, makes=(frozen,), moves=("train", "train")),
 )
 BRANCHES = partial(trains, start=_start, makes=(Branches, Branches), moves=("train", "twice"), seed=4)
-ORDER = Stage("order", every(_overlaps, BRANCHES, _buckets), (2, 3))
+ORDER = Stage("order", every(_overlaps, _buckets, BRANCHES), (2, 3))
 
 SPECIFICATIONS = [
     Specification(

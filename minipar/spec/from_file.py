@@ -71,10 +71,13 @@ class OnComm(NamedTuple):
     entered: Callable[[Comm], AbstractContextManager[Any]]
 
 
+Subject = Implementation | FromFile | OnComm  # what is checked
+
+
 def checked(
     world: Comm,
     body: Callable[..., str | None],
-    implementation: Implementation | FromFile | OnComm,
+    implementation: Subject,
     writes: tuple[int, ...] | None = (),
     groupings: Sequence[Sequence[Sequence[int]]] | None = None,
     with_comm: bool = True,
@@ -90,13 +93,12 @@ def checked(
     if isinstance(implementation, OnComm):
         with implementation.entered(world) as other:
             return checked(other, body, implementation.implementation, writes, groupings, with_comm)
-    trace_to = None
-    limit_s = COMPUTING_S
+    trace, trace_to, limit_s = Trace(), None, COMPUTING_S
     if isinstance(implementation, FromFile):
         limit_s, trace_to = implementation.limit_s, implementation.trace_to
     if trace_to is not None:
         world.barrier()
-        world.trace = Trace()
+        world.trace = trace
     with deadline(limit_s):
         try:
             if isinstance(implementation, FromFile):
@@ -113,7 +115,7 @@ def checked(
         finally:
             if trace_to is not None:
                 file = Path(trace_to) / f"{world.rank}-of-{world.size}.json"
-                file.write_text(json.dumps(world.trace.spans))
+                file.write_text(json.dumps(trace.spans))
 
 
 def _comms(world: Comm, groupings: Sequence[Sequence[Sequence[int]]] | None) -> Iterator[Comm]:

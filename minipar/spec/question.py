@@ -203,7 +203,7 @@ def sends(
     world: Comm,
     function: Implementation,
     question: Question,
-    formula: Callable[[Given, int], Container[float]],
+    formula: Callable[[Given, int], range | tuple[float, ...]],
     says: str,
     algorithm: str = "ring",
 ) -> str | None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from minipar.runtime.caller import is_own
 from minipar.runtime.launch import run
-from minipar.spec.from_file import FromFile, Hangs, Implementation, checked
+from minipar.spec.from_file import Hangs, Subject, checked
 from minipar.spec.words import first
 from minipar.support.errors import RankError
 
@@ -53,9 +53,7 @@ class Stage:
     sizes: tuple[World, ...] = WORLDS
     writes: tuple[int, ...] = ()
 
-    def test(
-        self, implementation: Implementation | FromFile, ranks: Iterable[int] | None = None
-    ) -> str | None:
+    def test(self, implementation: Subject, ranks: Iterable[int] | None = None) -> str | None:
         """Return None if the stage is passed, otherwise a description of the mistake. `ranks`: for drawn and varied."""
         writes = None if self.name == "memory" else self.writes  # a witness keeps tensors alive
         if not self.sizes:
@@ -126,7 +124,7 @@ class Specification:
 
     def check(
         self,
-        implementation: Implementation | FromFile,
+        implementation: Subject,
         stages: Iterable[StageName] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> Report:
@@ -143,7 +141,7 @@ class Specification:
 
 def on_ranks(
     body: Body,
-    implementation: Implementation | FromFile,
+    implementation: Subject,
     sizes: Iterable[World] = WORLDS,
     writes: tuple[int, ...] | None = (),
 ) -> str | None:
@@ -153,10 +151,9 @@ def on_ranks(
     and a rank that takes too long are described too. Returns None if there is no mistake.
     """
     for world in sizes:
-        size, groupings = (world, None) if isinstance(world, int) else (sum(map(len, world[0])), world)
-        where = (
-            _ranks(size) if groupings is None else f"groups of {size} ranks, {' then '.join(map(str, world))}"
-        )
+        groupings = None if isinstance(world, int) else world
+        size = world if isinstance(world, int) else sum(map(len, world[0]))
+        where = _ranks(size) if groupings is None else f"{size} ranks, in {_world(world)}"
         try:
             said = run(checked, body, implementation, writes, groupings, world_size=size, timeout_s=TIMEOUT_S)
         except RankError as error:
@@ -171,9 +168,7 @@ def on_ranks(
     return None
 
 
-def on_one_rank(
-    body: Body, implementation: Implementation | FromFile, writes: tuple[int, ...] | None = ()
-) -> str | None:
+def on_one_rank(body: Body, implementation: Subject, writes: tuple[int, ...] | None = ()) -> str | None:
     """Run body(implementation) on one rank, for an implementation that does not communicate; return its result."""
     try:
         return first(
@@ -219,4 +214,7 @@ def _ranks(size: int) -> str:
 
 
 def _world(world: World) -> str:
-    return str(world) if isinstance(world, int) else f"groups {' then '.join(map(str, world))}"
+    if isinstance(world, int):
+        return str(world)
+    groupings = (" ".join(str(list(group)) for group in groups) for groups in world)
+    return f"groups {' then '.join(groupings)}"

@@ -8,7 +8,7 @@ the rounding of the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -211,7 +211,7 @@ def _short(x: Tensor) -> str:
     return f"[{shown}{', ...' if len(x) > 4 else ''}]"
 
 
-def _each(rule: Implementation, cases: list[Callable[[], Case]]) -> str | None:
+def _each(rule: Implementation, cases: Sequence[Callable[[], Case]]) -> str | None:
     return first(_right(rule, make()) for make in cases)
 
 

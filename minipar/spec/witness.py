@@ -52,8 +52,8 @@ class Watched:
         if self._witness.writes is None:
             return self._watched(*args, **options)
         names = _names(self._watched)
-        given = {**dict(enumerate(args)), **options}
-        for place, value in given.items():
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
+        for place, value in given:
             if place not in self._witness.writes:
                 name = place if isinstance(place, str) else (names[place : place + 1] or ["an argument"])[0]
                 self._witness.keep(
@@ -82,7 +82,8 @@ def _checksum(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
-        return tuple(value.shape), crc32(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+        data: Any = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+        return tuple(value.shape), crc32(data)
     if isinstance(value, list | tuple):
         return [_checksum(x) for x in value]
     if isinstance(value, dict):

@@ -39,7 +39,7 @@ WRONG_ANSWERS = [
         "return comm.exchange(x, right, x.shape, x.dtype, left)",
         "return comm.exchange(x, left, x.shape, x.dtype, right)",
         "small",
-        "it has rank 1's",
+        "is rank .'s; it should be rank",
     ),
     Wrong(
         "shift",
@@ -61,7 +61,7 @@ WRONG_ANSWERS = [
         "return comm.exchange(x, right, x.shape, x.dtype, left)",
         "comm.exchange(x, right, x.shape, x.dtype, left); return x",
         "small",
-        "it has rank 0's",
+        "is rank .'s; it should be rank",
     ),
     Wrong(
         "broadcast",
