@@ -678,7 +678,9 @@ WRONG_ANSWERS = [
         "runs",
         "element 0 of tensors does not require grad",
     ),
-    Wrong("ulysses", "is_causal=causal", "is_causal=True", "runs", "the attention of its queries, causal=False,"),
+    Wrong(
+        "ulysses", "is_causal=causal", "is_causal=True", "runs", "the attention of its queries, causal=False,"
+    ),
     Wrong(
         "ulysses",
         "return some_tokens_all_heads(comm, out[None])[0]",
