@@ -107,7 +107,7 @@ def checked(
             watched = Watched(implementation, witness)
             for comm in _comms(world, groupings):
                 words = body(comm, watched) if with_comm else body(watched)
-                if words := words or witness.written():
+                if words := witness.written() or words:  # what was written to may be why the rest is wrong
                     return (
                         words if words.startswith("rank") or not with_comm else f"rank {comm.rank}: {words}"
                     )

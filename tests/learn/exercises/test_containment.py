@@ -67,7 +67,7 @@ BAD = {
     "a wrong dtype": (
         RIGHT.rstrip() + ".float()\n",
         "small",
-        r"is float32 \[4\]; it should be float64 \[4\] \(shift.py, line 2\)",
+        r"is float32 \[4\]; it should be int64 \[4\] \(shift.py, line 2\)",
     ),
     "a dead process": (
         "import os\ndef shift(comm, x): os._exit(3)",
