@@ -167,8 +167,8 @@ class FloorExhibit(Exhibit):
         report = SPECIFICATIONS[self.specification].check(self.wrong)
         passed = [verdict.stage for verdict in report.verdicts if verdict.words is None]
         symptom = f"it passes: {', '.join(passed)}" if passed else "it fails at once"
-        words = report.first_wrong.words if report.first_wrong else None
-        return Finding(symptom, words or "nothing")
+        wrong = report.first_wrong
+        return Finding(symptom, (wrong and wrong.words) or "nothing")
 
     def run_without_fault(self) -> bool:
         ok: bool = SPECIFICATIONS[self.specification].check(self.right).ok

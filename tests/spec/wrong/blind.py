@@ -123,6 +123,13 @@ class OfTheClass(ddp.DDP):
         OfTheClass.kept = groups
 
 
+class WritesItsInput(ddp.DDP):
+    def forward(self, x):
+        y = super().forward(x)
+        x.data.add_(1)  # unseen by autograd
+        return y
+
+
 class LargestFirst(ddp.DDP):
     """A bucket starts when its gradients are there, in no order."""
 
@@ -348,7 +355,12 @@ WRONG = {
     },
     "broadcast": {"along a chain": along_a_chain},
     "reshard": {"by rows alone": by_rows_alone(reshard.reshard)},
-    "ddp": {"of the class": OfTheClass, "no order": LargestFirst, "frozen as they are": frozen_as_they_are},
+    "ddp": {
+        "writes to x": WritesItsInput,
+        "of the class": OfTheClass,
+        "no order": LargestFirst,
+        "frozen as they are": frozen_as_they_are,
+    },
     "average_gradients": {"each layer": average_of_each_layer},
     "zero1": {"two options": TwoOptions, "of the class": ShardsOfTheClass},
     "zero2": {"forgets nothing": ForgetsNothing},
