@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -121,10 +121,16 @@ def arm_on_backward(outputs: object, arm: Callable[[], None]) -> None:
             x.register_hook(lambda _: arm())
 
 
-def tensors_in(outputs: object) -> Iterator[Tensor]:
-    """Yield the tensors in a module's outputs: in containers that torch knows, and in dataclasses, as torch's DDP does."""
+def tensors_in(outputs: object, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in a module's outputs, including those in containers and in attributes of objects."""
     for x in tree_leaves(outputs):
         if isinstance(x, Tensor):
             yield x
-        elif is_dataclass(x):
-            yield from tensors_in([getattr(x, field.name, None) for field in fields(x)])
+        elif depth and not isinstance(x, type | nn.Module | Callable):
+            yield from tensors_in(_attributes(x), depth - 1)
+
+
+def _attributes(x: object) -> list[object]:
+    if is_dataclass(x):
+        return [getattr(x, field.name, None) for field in fields(x)]
+    return list(getattr(x, "__dict__", {}).values())

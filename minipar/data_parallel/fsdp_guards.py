@@ -15,9 +15,9 @@ from minipar.data_parallel.arguments import refuse_copy
 # Before it is wrapped ---------------------------------------------------------------------------------------------
 
 
-def require_shardable(root: nn.Module, units: Mapping[str, nn.Module]) -> None:
+def require_shardable(root: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
     """Raise ValueError if a unit's weight is computed too early, a unit is traced, or a buffer has no value."""
-    for name, module in units.items():
+    for name, module in units:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
                 raise ValueError(
@@ -29,7 +29,7 @@ def require_shardable(root: nn.Module, units: Mapping[str, nn.Module]) -> None:
         if not in_place and type(around).__name__ != "OptimizedModule":
             continue
         inside = {id(m) for m in around.modules() if in_place or m is not around}
-        for name in (name for name, m in units.items() if id(m) in inside):
+        for name in (name for name, m in units if id(m) in inside):
             raise ValueError(
                 f"unit {name!r} is inside what torch.compile traces, which cannot trace FSDP's hooks; make what "
                 "torch.compile(module) returns the unit, or compile modules inside the units"

@@ -45,7 +45,7 @@ def make_units(
 ) -> list[Unit]:
     """Shard the module's parameters; return its units, the root first. `options` are equal on all ranks."""
     units, root_is_unit = find_units(module, choice)
-    require_shardable(module, {unit.name: unit.module for unit in units})
+    require_shardable(module, [(unit.name, unit.module) for unit in units])
     owner = unit_of_parameter(units)
     named: dict[Tensor, str] = {p: f"{n} in unit {owner[p].name!r}" for n, p in module.named_parameters()}
     named |= {buffer: f"buffer {name}" for name, buffer in module.named_buffers()}

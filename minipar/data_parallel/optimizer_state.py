@@ -30,21 +30,21 @@ def full_state_dict(chunks: Chunks, groups: list[ParamGroup]) -> StateDict:
     numbers = _numbers(groups)
     state: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
     for chunk in chunks:
-        # Per-element states by key, each in a tensor like the chunk. All ranks have the same, as empty shards are updated.
-        wholes: dict[str, Tensor] = {}
-        for param, values in _own_states(chunk).items():
-            for key, value in values.items():
-                if is_per_element(key, value, chunk.masters[param]):
-                    whole = wholes.setdefault(key, torch.zeros_like(chunk.bucket.own, dtype=value.dtype))
-                    chunk.bucket.slice_of_chunk(param, whole).copy_(value)
-                    state[numbers[param]][key] = None
-                else:
-                    state[numbers[param]][key] = _copy(value)
-        for key, whole in wholes.items():
+        own = _own_states(chunk)
+        for key in dict.fromkeys(key for values in own.values() for key in values):
+            values = {param: states[key] for param, states in own.items() if key in states}
+            gathered = [p for p, value in values.items() if is_per_element(key, value, chunk.masters[p])]
+            for param in values.keys() - set(gathered):
+                state[numbers[param]][key] = _copy(values[param])
+            if not gathered:
+                continue
+            # All ranks have the same keys, as empty shards are updated.
+            whole = torch.zeros_like(chunk.bucket.own, dtype=values[gathered[0]].dtype)
+            for param in gathered:
+                chunk.bucket.slice_of_chunk(param, whole).copy_(values[param])
             flat = chunk.bucket.comm.all_gather(whole, chunk.bucket.sizes).cpu()
-            for param in chunk.masters:
-                if key in state[numbers[param]]:
-                    state[numbers[param]][key] = chunk.bucket.slice_of_full(param, flat).clone()
+            for param in gathered:
+                state[numbers[param]][key] = chunk.bucket.slice_of_full(param, flat).clone()
     return _packed(state, groups)
 
 
@@ -112,8 +112,9 @@ def load_own_state_dict(chunks: Chunks, groups: list[ParamGroup], own: StateDict
             "load the state of one process, or full_state_dict()'s, with load_full_state_dict"
         )
     _require_same_groups(groups, own)
-    names = {number: placement_of(p).name for p, number in _numbers(groups).items()}
-    here = {_numbers(groups)[p]: part for p, part in _parts(chunks).items()}
+    numbers = _numbers(groups)
+    names = {number: placement_of(p).name for p, number in numbers.items()}
+    here = {numbers[p]: part for p, part in _parts(chunks).items()}
     for number in sorted(here.keys() | own["parts"].keys()):
         part, given = here.get(number), own["parts"].get(number)
         if given != part:

@@ -276,6 +276,16 @@ class Slots:
     y: torch.Tensor
 
 
+class Object:
+    def __init__(self, y):
+        self.y, self.parent = y, self  # a cycle, which the search must end
+
+
+def half_seen(y):
+    """Return a tensor that is seen at once and is not used, beside the object with the one that is."""
+    return y * 0, Object(y)
+
+
 class Hides(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -293,10 +303,11 @@ class Outer(nn.Module):
         self.hides = Hides(how)
 
     def forward(self, x):
-        return self.hides(x).y * 2
+        out = self.hides(x)
+        return (out[1] if isinstance(out, tuple) else out).y * 2
 
 
-def outputs_are_dataclasses(use, how, units):
+def outputs_are_objects(use, how, units):
     return stepped(use, Outer(how), units)
 
 
@@ -376,8 +387,8 @@ OF_MODELS = {
     for to_none in (True, False)
     for earlier in (True, False)
 } | {
-    f"{how.__name__} of {units}": partial(outputs_are_dataclasses, how=how, units=units)
-    for how in (Out, Slots)
+    f"{how.__name__} of {units}": partial(outputs_are_objects, how=how, units=units)
+    for how in (Out, Slots, Object, half_seen)
     for units in (None, Hides, (Hides, nn.Linear))
 } | {
     f"recomputed, {reentrant}, {units}": partial(recomputed, use_reentrant=reentrant, units=units)
