@@ -92,8 +92,7 @@ def require_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer], per
     LAMB rescales a parameter's step by the parameter's norm, which a shard does not have: the squares must be summed over
     the ranks with the other shards, as `Lamb` does. Adafactor and Muon use whole rows and columns of a matrix.
     """
-    known = {getattr(torch.optim, name) for name in ELEMENTWISE_OPTIMIZERS}
-    if per_element or optimizer_cls in known or getattr(optimizer_cls, "sums_over_shards", False):
+    if per_element or is_per_element(optimizer_cls):
         return
     name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
     raise ValueError(
@@ -101,6 +100,12 @@ def require_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer], per
         f"needs; use {one_of([*ELEMENTWISE_OPTIMIZERS, 'Lamb'])}, pass per_element=True if it does, or use "
         "WholeParameterZero, which cuts no parameter"
     )
+
+
+def is_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer]) -> bool:
+    """Return whether the class is known to update per element, or sums its norms over shards itself."""
+    known = {getattr(torch.optim, name) for name in ELEMENTWISE_OPTIMIZERS}
+    return optimizer_cls in known or getattr(optimizer_cls, "sums_over_shards", False)
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:

@@ -29,6 +29,7 @@ from minipar.data_parallel.fsdp_guards import (
     refuse_added,
     refuse_compile,
     refuse_copy_of_fsdp,
+    watch_optimizers,
 )
 from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, UnitReducer
 from minipar.data_parallel.fsdp_wrapping import Init, InitPart, UnitChoice, Wrapping, make_units
@@ -89,25 +90,25 @@ class FSDP(nn.Module):
                   Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
+    per_element   True: allow the step of an optimizer that is not known to update each element from that element alone
     reduce_bucket what starts to reduce a unit's gradients, in place of `reduce_plainly`: see reductions.py
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
-    optimizer must update each element from that element alone, as AdamW does, or sum its norms over `comm`, as Lamb
-    does: FSDP never sees it, so the wrong class is wrong without a word. Its `state_dict()` is this rank's part: save
-    it with minipar.extras.checkpoints.dcp, which writes all parts. Clip with `minipar.clip_grad_norm_(shards, max_norm,
-    comm)`: torch's own function raises on shards, since it would use the norm of a shard as that of the parameter. All
-    ranks must run the same units in the same order. Messages carry the unit's name, so ranks that run different units
-    get a deadlock that names both; not with torch's own collectives, as on NCCL.
+    optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
+    with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order. Messages carry the unit's
+    name, so ranks that run different units get a deadlock that names both; not with torch's own collectives, as on NCCL.
     The unit whose forward ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks:
     a compiled module may be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
     torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
     containers.
 
     Save and load with `full_state_dict`, `load_full_state_dict` or, inside `summon_full_parameters`, as ever. Elsewhere
-    `state_dict` and `load_state_dict` of any module with shards inside raise: each would be one rank's part.
+    `state_dict` and `load_state_dict` of any module with shards inside raise, as does `state_dict` of an optimizer that has
+    stepped with shards: each would be one rank's part. minipar.extras.checkpoints.dcp writes all parts.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
@@ -116,10 +117,11 @@ class FSDP(nn.Module):
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
     activation checkpoint over several units, also those of them with a frozen parameter.
-    Raises ValueError for a bad argument, and for ranks whose models or options differ; RuntimeError where a resharded
-    parameter is used, a parameter was moved, thawed, added or replaced, one rank's part would be saved or loaded, a
-    gradient is sparse, or the backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it
-    searches containers and dataclasses); TypeError for a copy of the wrapper or of a module with shards inside.
+    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
+    not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
+    replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
+    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
+    wrapper or of a module with shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -143,6 +145,7 @@ class FSDP(nn.Module):
         folder: str | None = None,
         axis: str = "dp",
         broadcast_buffers: bool = True,
+        per_element: bool = False,
         reduce_bucket: ReduceBucket | None = None,
     ):
         super().__init__()
@@ -175,6 +178,7 @@ class FSDP(nn.Module):
         self._install_hooks()
         shards = {p for flat in self.flats if not flat.whole for p in flat.params}
         self.no_partial_state = NoPartialState(module, shards)
+        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +341,7 @@ class FSDP(nn.Module):
             name = self.reducer.gradients_of[param].flat.names[param]
             raise RuntimeError(
                 f"the backward reached {name}, but not through the output of its unit, {unit.name!r}, in which there is "
-                "no tensor to be seen; return the tensors, in containers or dataclasses"
+                "no tensor to be seen; return the tensors, in containers, dataclasses or attributes of an object"
             )
         self.reducer.collect_grad(param, gradient)
 

@@ -1,16 +1,21 @@
-"""What FSDP refuses: modules whose hooks come too early, states of one rank's part, and freed or changed parameters."""
+"""What FSDP refuses: hooks that come too early, one rank's part of a state, freed parameters, optimizers of whole rows."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from minipar.data_parallel.arguments import refuse_copy
+from minipar.data_parallel.arguments import ELEMENTWISE_OPTIMIZERS, is_per_element, refuse_copy
+from minipar.mesh import placement_of
+from minipar.support.errors import one_of
 
 # Before it is wrapped ---------------------------------------------------------------------------------------------
 
@@ -147,3 +152,46 @@ def forbid_use(param: nn.Parameter, name: str, unit: str) -> None:
 def allow_use(param: nn.Parameter) -> None:
     if param.__class__ is FreedParameter:
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # mypy narrowed it in the `if`
+
+
+def watch_optimizers(fsdp: nn.Module, shards: Iterable[nn.Parameter], per_element: bool) -> None:
+    """Watch every optimizer that steps with one of `shards`: its `state_dict` raises RuntimeError from then on.
+
+    Unless `per_element`, the step raises ValueError if the optimizer is not known to be per-element.
+    The check is a hook on every optimizer's step of this process, removed when `fsdp`, which owns the shards, is freed: an
+    optimizer reads only the parameters' values and gradients, so nothing else of FSDP's sees it.
+    """
+    ids = {id(p) for p in shards}
+    watched = weakref.WeakSet[torch.optim.Optimizer]()
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in watched or not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
+            return
+        name = type(optimizer).__name__
+        if not per_element and not is_per_element(type(optimizer)):
+            raise ValueError(
+                f"{name} is not known to update each element from that element alone, and FSDP's "
+                f"parameters are flat shards; use {one_of(ELEMENTWISE_OPTIMIZERS)}, pass per_element=True to FSDP if it "
+                "does, or use DDP or WholeParameterZero, which cut no parameter"
+            )
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids):
+            if any(
+                isinstance(x, Tensor) and x.dim() and x.shape != p.shape
+                for x in optimizer.state.get(p, {}).values()
+            ):
+                raise ValueError(
+                    f"{name} has state of {placement_of(p).name} from before FSDP sharded it; make the "
+                    "optimizer after FSDP, from its parameters()"
+                )
+        optimizer.register_state_dict_pre_hook(_refuse_state_of_shards)
+        watched.add(optimizer)
+
+    weakref.finalize(fsdp, register_optimizer_step_pre_hook(check).remove).atexit = False
+
+
+def _refuse_state_of_shards(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise RuntimeError(
+        f"state_dict() of {type(optimizer).__name__} over FSDP's shards would be this rank's part alone; save the weights "
+        "by full_state_dict() of the FSDP, and this state by optimizer_parts() and save() of the extra checkpoints.dcp, "
+        "which any number of ranks can load"
+    )

@@ -1,7 +1,10 @@
 """ZeRO-1 and ZeRO-2: the data-parallel ranks shard the optimizer's state and, in ZeRO-2, the gradients too.
 
-Adds to `simple/zero.py`: buckets reduced during the backward, unused parameters, parameter groups, master copies, LAMB,
-offload, and a state dict that can be loaded on another number of ranks.
+Adds to `simple/zero.py`: buckets, unused parameters, parameter groups, master copies, LAMB, offload, and a state dict that
+can be loaded on another number of ranks.
+
+A backward reduces here: GradientReducer, as soon as a bucket has its gradients -> `ShardedBucket.reduce` ->
+`reductions.reduce_plainly`. (`minipar train --zero 2` accumulates first; `--reduce-every microbatch` reduces in each.)
 """
 
 from __future__ import annotations

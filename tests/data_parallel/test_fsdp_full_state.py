@@ -53,6 +53,22 @@ def test_what_would_save_or_load_one_ranks_part_is_refused(size):
     minipar.run(refused, world_size=size)
 
 
+def optimizer_saved(world):
+    fsdp = FSDP(network(), world, nn.Linear, per_element=True)
+    optimizer = torch.optim.AdamW(fsdp.parameters())
+    loss_of(fsdp, world.rank).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"this rank's part alone.*full_state_dict\(\)"):
+        optimizer.state_dict()
+    whole = torch.optim.AdamW(network().parameters())
+    whole.step()
+    assert whole.state_dict()
+
+
+def test_the_state_of_an_optimizer_over_shards_is_refused():
+    minipar.run(optimizer_saved, world_size=2)
+
+
 def whole_states(world):
     model = part_frozen()
     fsdp = FSDP(model, world, nn.Linear)
@@ -89,6 +105,7 @@ def saved_by_torch(world, folder):
         lambda: checkpoint.save({"model": model}, checkpoint_id=folder),
         lambda: state_dict.get_model_state_dict(fsdp),
         lambda: state_dict.get_state_dict(model, optimizer),
+        lambda: state_dict.get_optimizer_state_dict(fsdp, optimizer),
         lambda: state_dict.set_model_state_dict(model, network().state_dict()),
     ):
         with pytest.raises(RuntimeError, match=r"this rank's part alone.*full_state_dict"):

@@ -207,7 +207,7 @@ BEFORE = {
     "an Adam that has stepped before FSDP": Misuse(
         optimizer_before("fsdp", adam, 1),
         lambda: adam_in_one_process(1),
-        "size of tensor",  # torch's own words
+        "optimizer",
     ),
     "an optimizer made before the cut": Misuse(optimizer_before("tp"), one_process, f"^{RIGHT}$|optimizer"),
 }

@@ -125,3 +125,34 @@ def test_a_model_that_was_cast_after_it_was_wrapped_is_refused():
         assert (
             "was cast from torch.float64 to torch.float32 after it was wrapped; cast the model first" in said
         )
+
+
+class Signs(torch.optim.SGD):
+    """A stranger's class, of which nothing is known."""
+
+
+def stepped_by(world):
+    """What the first step says of each optimizer over FSDP's shards, and of those that may step."""
+    said = {}
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, Signs):
+        fsdp = FSDP(network(), world, nn.Linear)
+        optimizer = cls(fsdp.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in fsdp.parameters()]
+        with pytest.raises(ValueError) as refusal:
+            optimizer.step(lambda: 0.0)
+        said[cls.__name__] = str(refusal.value)
+        assert all(torch.equal(p, b) for p, b in zip(fsdp.parameters(), before))
+    trusted = FSDP(network(), world, nn.Linear, per_element=True)
+    loss_of(trusted, world.rank).backward()
+    Signs(trusted.parameters(), lr=0.1).step()
+    whole = network()
+    loss_of(whole, world.rank).backward()
+    torch.optim.Adafactor(whole.parameters()).step()  # not FSDP's
+    return said
+
+
+def test_fsdp_refuses_optimizers_not_known_to_be_per_element():
+    for said in minipar.run(stepped_by, world_size=2):
+        for name, sentence in said.items():
+            assert sentence.startswith(f"{name} is not known to update each element from that element alone")
+            assert "per_element=True" in sentence
