@@ -119,7 +119,7 @@ def _ablation() -> list[str]:
     return [
         "## What each term buys",
         "",
-        "One term left out or changed, the numbers fitted again; mean errors of held-out runs.",
+        "One term left out or changed, the shares of arithmetic and attention fitted again; mean errors of held-out runs.",
         "",
         *_table(
             "model | dense, known | dense, unknown | mixtures | ranking of dense runs",

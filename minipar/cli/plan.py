@@ -70,7 +70,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
             top: number of layouts to print.
             margin: GB of each GPU to leave free, for fragments and what no formula has; by default a sixteenth, 5 of 80.
             program: the training program to predict: minipar, or one with published runs (megatron-2021, deepspeed-2021,
-                composer, fsdp-2023, torchtitan, llama-3), from its options and parameters fitted to its runs.
+                composer, fsdp-2023, torchtitan, llama-3), from its options and, for some, numbers fitted to its runs.
             json: print the numbers as JSON, in seconds and bytes.
             run: also print the commands that train with the first layout.
             picture: a .png, .svg or .pdf file for the pictures: memory and time by part, and time against memory.

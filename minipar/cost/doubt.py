@@ -1,6 +1,6 @@
 """The uncertainty ("doubt") of a predicted time: what four runs of five of programs that nothing was fitted to lie within.
 
-    dense      0.15 + 0.02 lg(nodes) + 0.05 for each thing that no fitted run has
+    dense      0.15 + 0.02 lg(nodes) + 0.05 for each unlike thing: a machine without a dense run, cp, an unusual layout
     mixture    0.32 + 0.02 lg(nodes) + 0.05 for each
 
 0.15 and 0.32 come from published runs, each program predicted by numbers fitted to the others (docs/generated/planner.md

@@ -88,7 +88,7 @@ def plan_command(
     """Return the outcome of one `minipar plan`; its --help describes the arguments.
 
     margin_gb  memory of each GPU to leave free; None: a MARGIN of it
-    program    a name of PROGRAMS: the training program whose behaviour and fitted parameters to assume
+    program    a name of PROGRAMS: the training program whose behaviour to assume
     view       the name of one of VIEWS, or "" for none
 
     Raises ValueError for an unknown name, a layout that is not legal, or a job that does not fit.

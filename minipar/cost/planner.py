@@ -149,7 +149,7 @@ class Cell(NamedTuple):
 
 
 def plan(job: Job, top: int = 10) -> Plan:
-    """Search every legal layout of the job; keep the `top` fastest that fit."""
+    """Search the legal layouts of the job; keep the `top` fastest that fit."""
     for split_short in (False, True):
         found = Plan(job, top)
         for cell in sorted(_cells(job, split_short)):

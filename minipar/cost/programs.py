@@ -1,4 +1,4 @@
-"""Training programs whose runs were published, with the parameters fitted to half of these runs."""
+"""Training programs whose runs were published, with fitted numbers where these predict runs held out better."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minipar.cost.layout import Implementation
 
 
 class Program(NamedTuple):
-    """A training program: `implementation` is its behaviour and fitted parameters, `words` a description."""
+    """A training program: `implementation` is its behaviour, `words` a description."""
 
     implementation: Implementation
     words: str

@@ -85,10 +85,8 @@ def _reason(job: Job, winner: Candidate, axis: str, value: object, found: Candid
     more = theirs[part] - mine[part]
     text = f"+{lost:.3g} s with {found.name}, most of it {PART_NAMES[part]}: +{more:.3g} s"
     if lost < 0:
-        text = (
-            f"{found.name} is predicted {-lost / winner.seconds:.1%} faster, less than the model can tell; the more "
-            "usual is taken"
-        )
+        than = "the model can tell" if -lost <= NEAR * winner.seconds else "the doubt of such a comparison"
+        text = f"{found.name} is predicted {-lost / winner.seconds:.1%} faster, less than {than}; the more usual is taken"
     elif lost <= NEAR * winner.seconds:
         text = f"{found.name} is predicted {lost / winner.seconds:.1%} slower, less than the model can tell"
     if axis == "tp" and axis_links(job.machine, found.layout, "tp").nodes > 1:

@@ -50,9 +50,13 @@ def plan_text(plan: Plan) -> str:
             f"{step.hfu:5.1%}  {candidate.name}  ({shares(step.parts)})"
         )
     lines += ["", "+-: four of five runs of another program lie within; see docs/generated/planner.md"]
-    if job.machine.name in MACHINES and job.machine.name not in COMPARED:
+    if job.machine.name in MACHINES and job.machine.name not in COMPARED and not job.shape.num_experts:
         lines.append(
-            f"no run on {job.machine.name} was compared: it is taken to reach the fractions of its rates of A100 and H100"
+            f"no dense run on {job.machine.name} was compared: it is taken to reach the fractions of A100 and H100"
+        )
+    if is_short(job) and choice.layout.cp == 1:
+        lines.append(
+            f"cp is not searched: something else fits, and few programs split samples of {job.seq_len:,} tokens"
         )
     if choice.layout.cp > 1 and is_short(job):
         lines.append(

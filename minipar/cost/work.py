@@ -3,6 +3,7 @@
     matrix products   FLOPs / (peak * matmul_fraction * share) + bytes / (HBM bandwidth * share)
     flash attention   unmasked FLOPs / (peak * attention_fraction * share), times 1 + 440 / tokens of a block
     everything else   bytes read and written / (HBM bandwidth * share)
+    experts           products of r rows an expert: times 1 + SLOW_ROWS / r, fitted to runs of mixtures
 
 matmul_fraction is the fraction of peak that the machine's best measured product reaches, attention_fraction that of a
 measured kernel. A run keeps only `share` of either, because kernels do not fill the GPU, launches take time and clocks fall

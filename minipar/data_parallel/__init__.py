@@ -15,7 +15,7 @@ chunk_optimizer.py         the optimizer of one chunk
 unused_parameters.py       finding the parameters that at least one rank used
 optimizer_state.py         saving and loading a sharded optimizer's state dict: gathered, or this rank's part
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
-fsdp_guards.py             what FSDP refuses: one rank's part saved or loaded, freed parameters, compiled units, optimizers of rows
+fsdp_guards.py             what FSDP refuses: a rank's part of a state, freed parameters, compiled units, optimizers of rows
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
 flat_gradients.py          a unit's gradients, reduced to shards
 fsdp_unit.py               FSDP's units: their order, and when each is reduced
