@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -103,27 +104,19 @@ def _found(place: str, specification: Specification) -> FromFile:
     if file.suffix != ".py":
         try:
             found = find_spec(place)
-        except (ImportError, ValueError):
+        except Exception:  # of a package's own code: a rank says it again
             found = None
-        if found is None and not (Path.cwd() / f"{place.replace('.', '/')}.py").exists():
+        here = Path.cwd() / place.replace(".", "/")
+        if found is None and not here.with_suffix(".py").exists() and not (here / "__init__.py").exists():
             raise ValueError(f"implementation={place!r} is no file.py, and no module that can be imported")
         return FromFile(place, names)
     try:
-        body = ast.parse(file.read_bytes(), place).body
+        source = file.read_text()
+        ast.parse(source, place)
     except (OSError, SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ValueError(f"implementation={place}{line} cannot be read: {error}") from None
-    defined = {getattr(node, "name", "") for node in body}
-    defined |= {
-        target.id for node in body for target in getattr(node, "targets", []) if isinstance(target, ast.Name)
-    }
-    defined |= {
-        alias.asname or alias.name
-        for node in body
-        for alias in getattr(node, "names", [])
-        if not isinstance(alias, str)
-    }
-    if missing := [name for name in names if name not in defined]:
+    if missing := [name for name in names if not re.search(rf"\b{name}\b|import \*", source)]:
         raise ValueError(
             f"implementation={place} defines no {missing[0]}, of {specification.signature}; {place}:NAME names another"
         )

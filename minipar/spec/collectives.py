@@ -312,6 +312,14 @@ SENDERS = {
     "all_gather": "a ring",
     "all_to_all": "whoever keeps its own chunk",
 }
+# What each asks besides the numbers, in words.
+ALSO = {
+    "all_reduce": "A rank sends what a ring sends of chunks as torch.chunk cuts them.",
+    "reduce_scatter": "A rank sends what a ring sends of chunks as torch.chunk cuts them.",
+    "all_gather": "A rank sends what a ring sends.",
+    "broadcast": "Each rank gets x once, after ceil(log2 p) rounds at most.",
+    "all_to_all": "A rank sends nothing to itself, and each chunk once.",
+}
 
 
 def specification(name: str, signature: str, says: str) -> Specification:
@@ -324,6 +332,7 @@ def specification(name: str, signature: str, says: str) -> Specification:
     if name == "all_reduce":
         stages.append(Stage("order", same_bits, (3, 4)))
     stages.append(Stage("varied", partial(varied, collective=name), MANY))
+    says = f"{says} {ALSO[name]} The result is a tensor of its own."
     return Specification(name, signature, says, tuple(stages))
 
 

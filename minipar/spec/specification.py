@@ -200,7 +200,8 @@ def explained(error: RankError) -> str:
     did = "raised"
     minipars = [m[1] for _, m in frames if Path(m[1]).is_relative_to(FOLDER.parent)]
     if not own and minipars and Path(minipars[-1]).parent == FOLDER:
-        did = "returned something that cannot be used:"
+        entered = Path(minipars[-1]).name not in ("witness.py", "from_file.py")
+        did = "returned something that cannot be used:" if entered else "cannot load or call it:"
     others = "; ".join(f"rank {r} {what}" for r, what in sorted(error.waiting.items()) if "waiting" in what)
     return f"rank {error.rank} {did} {raised}{where}" + (f"; meanwhile {others}" if others else "")
 

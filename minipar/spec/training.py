@@ -289,7 +289,7 @@ def trains(
 
 def or_refused(*args: Any, **options: Any) -> str | None:
     """Train, as `trains` does; an exception is as good as right results."""
-    with suppress(ValueError, RuntimeError, TypeError, AttributeError):
+    with suppress(ValueError, RuntimeError, TypeError, AttributeError, AssertionError, LookupError):
         return trains(*args, **options)
     return None
 
