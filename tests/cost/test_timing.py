@@ -208,7 +208,7 @@ def test_experts_and_gathered_weights_cost_their_messages():
     assert step_parts(few_tokens, parse_layout("dp64-zero3"))["zero3"] > 0
 
 
-def test_overlapped_sums_over_tp_cost_a_fifth_where_there_is_arithmetic():
+def test_overlapped_sums_over_tp_cost_a_fifth_beside_arithmetic():
     job, layout = Job(MODELS["llama-7b"], A100, 8, 4096, 64), parse_layout("dp4-tp2-zero1-mb2-full")
     hides = replace(job, implementation=Implementation(overlap_tp=True))
     before, after = step_parts(job, layout), step_parts(hides, layout)
