@@ -31,7 +31,7 @@ class Use:
         if self.wrapper == "ddp":
             self.called = DDP(model, self.world, bucket_mb=1e-4)
         elif self.wrapper == "fsdp":
-            self.called = FSDP(model, self.world, units)
+            self.called = FSDP(model, self.world, units, per_element=True)
         return model
 
     def optimizer(self, params):
