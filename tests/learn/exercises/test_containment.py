@@ -62,7 +62,7 @@ BAD = {
     "a wrong shape": (
         RIGHT.rstrip() + "[:1]\n",
         "small",
-        r"is float64 \[1\]; it should be float64 \[4\] \(shift.py, line 2\)",
+        r"the result has shape \[1\]; it should have \[4\] \(shift.py, line 2\)",
     ),
     "a wrong dtype": (
         RIGHT.rstrip() + ".float()\n",
