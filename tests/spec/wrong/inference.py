@@ -755,7 +755,7 @@ WORDS = {
         "not scaled": r"scores are not divided by sqrt\(d\)",
         "no maximum": "with scores of hundreds, .* has nan",
         "cut does nothing": "it still sees tokens that were cut",
-        "scales q in place": "q of piece 0 was written to",
+        "scales q in place": "q .* was written to",
         "one memory for all": "each should keep its own tokens",
         "keeps 64 tokens": "of thousands of elements",
     },
