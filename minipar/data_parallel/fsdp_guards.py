@@ -1,4 +1,4 @@
-"""What FSDP refuses: hooks that come too early, one rank's part of a state, freed parameters, optimizers of whole rows."""
+"""Refusals of FSDP: hooks that come too early, one rank's part of a state, freed parameters, optimizers of whole rows."""
 
 from __future__ import annotations
 

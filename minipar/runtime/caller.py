@@ -1,4 +1,4 @@
-"""What a rank takes over from its caller: import path, folder, environment, argv, the latest source of its modules."""
+"""The state that a rank takes over from its caller: import path, folder, environment, argv, its modules' latest source."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ VARIED_SEED = 5
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a function.
+    """A question that is put to a function.
 
     draw(size, seed, kind)  each rank's arguments, floats in float64; what is the same on all ranks is one tensor
     answer(given)           each rank's results; one that is the same on all ranks is one tensor, with one gradient

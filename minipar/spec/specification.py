@@ -115,7 +115,7 @@ class Specification:
 
     @property
     def words(self) -> str:
-        """What is asked, stage by stage."""
+        """The question in words, stage by stage."""
         asked = [
             f"  {stage.name:9} {STAGES[stage.name]} ({', '.join(map(_world, stage.sizes)) or 'one rank'})"
             for stage in self.stages
