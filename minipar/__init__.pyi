@@ -35,3 +35,4 @@ from .tensor_parallel import vocab_parallel_cross_entropy as vocab_parallel_cros
 from .config import TrainConfig as TrainConfig
 from .train import clip_grad_norm_ as clip_grad_norm_
 from .train import verify as verify
+from .train import verify_training as verify_training

@@ -16,10 +16,13 @@ from minipar.cli.topics import run_flags
 from minipar.cli.train import import_chosen
 from minipar.config.check_paths import check_paths
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
+from minipar.support.environment import is_rank_0
 
 
 def verify_flags(argv: Sequence[str] | None) -> Parsed:
-    """Return the command, whose flags depend on what `argv` chooses."""
+    """Return the command: for a training of the caller's own if `argv` names one, else with flags that `argv` chooses."""
+    if argv and not argv[0].startswith("-"):
+        return Parsed(own_training_command, argv)
     settings, words, below_help = run_flags(argv, VERIFY_DEFAULTS, "verify")
 
     def verify_command(
@@ -29,6 +32,8 @@ def verify_flags(argv: Sequence[str] | None) -> Parsed:
     ) -> Work:
         """Train on a mesh and in one process from the same seed, and compare every tensor. Exits 1 if any differ.
 
+        For a model and a step of your own, by any library: minipar verify FILE.py:SETUP --help.
+
         Args:
             flags: the settings of the run; by default a small model in float64.
             all: verify every valid mesh, ZeRO stage and schedule, instead of only the given one.
@@ -37,6 +42,49 @@ def verify_flags(argv: Sequence[str] | None) -> Parsed:
         return partial(_sweep, flags, world_size) if all else partial(_verify, flags)
 
     return Parsed(verify_command, words, below_help)
+
+
+def own_training_command(
+    setup: tyro.conf.Positional[str],
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    steps: int = 3,
+    backend: str | None = None,
+    timeout_s: float = 60.0,
+) -> Work:
+    """Train by your own code, with any library, on a mesh and in one process; compare losses, gradients and weights.
+
+    `setup(world, mesh)` returns `(model, optimizer, step)`; `world` is None in one process. `step(k)` trains on the k-th
+    batch and returns its loss. With `save(folder)` and `load(folder)` behind these, checkpoints are compared, too.
+    Works under torchrun: torchrun --nproc-per-node 4 -m minipar verify FILE.py:SETUP --dp 4.
+    Exits 0 if every number is one process's, 1 if not, and then says what differs first, and a likely cause.
+
+    Args:
+        setup: FILE.py:NAME or PACKAGE.MODULE:NAME of the function `setup`.
+        dp: data parallel ranks.
+        tp: tensor parallel ranks.
+        pp: pipeline ranks.
+        cp: context parallel ranks.
+        ep: expert parallel ranks, inside dp x cp.
+        steps: training steps to compare.
+        backend: gloo, nccl or auto; by default gloo.
+        timeout_s: how long one wait, `setup` or one step may take, in seconds.
+    """
+    return partial(
+        _own_training, setup, backend, timeout_s, dict(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, steps=steps)
+    )
+
+
+def _own_training(setup: str, backend: str | None, timeout_s: float, sizes: dict[str, int]) -> None:
+    from minipar.train.verification.own_training.verify_training import verify_training
+
+    result = verify_training(setup, backend=backend, timeout_s=timeout_s, **sizes)
+    if is_rank_0():
+        print(result)
+    raise SystemExit(0 if result.equal else 1)
 
 
 def _verify(flags: Any) -> None:

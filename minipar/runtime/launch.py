@@ -28,7 +28,7 @@ from minipar.runtime.devices import Machine, choose_backend, device_of, group_op
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
 from minipar.runtime.serialization import dumps
-from minipar.support.environment import MAX_RANKS, in_local_pool, local_rank, ranks_per_node
+from minipar.support.environment import MAX_RANKS, in_local_pool, local_rank, ranks_per_node, under_torchrun
 
 MAX_TIMEOUT_S = 366 * 24 * 3600  # a year: a timeout of centuries, in nanoseconds, would overflow 64 bits
 
@@ -126,6 +126,15 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
         dist.init_process_group(store=store, rank=rank, world_size=size, **group_options(backend, device))
         atexit.register(_leave_group)
     return Comm.from_process_group(timeout_s=timeout_s, node_size=local_size)
+
+
+def surrounding_world(backend: str | None = None, timeout_s: float = 600.0) -> Comm | None:
+    """Return the world of the caller's default process group, or of torchrun's ranks; None if there is neither."""
+    if in_local_pool():
+        return None
+    if dist.is_available() and dist.is_initialized():
+        return Comm.from_process_group(timeout_s=timeout_s)
+    return init_from_env(backend, timeout_s) if under_torchrun() else None
 
 
 def _leave_group() -> None:

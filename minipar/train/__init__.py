@@ -18,7 +18,7 @@ trainer.py           the loop, and the run around it
 text_generation.py   text from a trained model, on any mesh of tp and pp ranks
 
 In rooms of their own: data, the batch of a step; checkpoint, weights and states in files; verification, the comparison of
-any mesh with one process.
+any mesh with one process, for our model and for a model and a step of the caller's own.
 """
 
 import lazy_loader

@@ -1,0 +1,357 @@
+"""The comparison of a training on a mesh with the same in one process, row by row, and what else is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.mesh import Mesh
+from minipar.train.reference import known
+from minipar.train.verification.own_training.causes import why_gradient, why_step
+from minipar.train.verification.own_training.parts import Part, parts_of
+from minipar.train.verification.own_training.watch import Held, Interrupted, Recorded, Tensors
+from minipar.train.verification.verify import Row
+
+# The difference allowed, relative to a tensor's largest entry; more where rounding alone does more in one process.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+HALF = 3e-2  # in bfloat16 and float16
+ROUNDINGS = 32  # times what a last bit of the initial weights changes
+SHOWN = 4  # names in a row's words
+
+Whole = dict[str, Tensor]
+
+
+class TrainingVerification(NamedTuple):
+    """The result of `verify_training`.
+
+    rows     a row for each comparison with one process, in the order of the run; `row.place` is the likely cause
+    faults   what the training does wrong beside that, one sentence each; such mistakes one process may make, too
+    notes    conventions that were met, and not held against it
+    """
+
+    mesh: str
+    rows: list[Row]
+    faults: list[str]
+    notes: list[str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every number is that of one process, and nothing else is wrong."""
+        return self.first_divergence is None and not self.faults
+
+    @property
+    def first_divergence(self) -> Row | None:
+        return next((row for row in self.rows if not row.equal), None)
+
+    def __str__(self) -> str:
+        lines = [f"{'':24}{'tensors':>8}  {'difference':>10}  where it is largest"]
+        first = self.first_divergence
+        # The rest follows from the first.
+        shown = self.rows if first is None else self.rows[: self.rows.index(first) + 1]
+        for row in shown:
+            mark = "" if row.equal else "   <-- DIVERGES"
+            where = f"{row.worst}, rank {row.rank}" if row.tensors else row.worst
+            lines.append(f"{row.what:24}{row.tensors:>8}  {row.difference:>10.1e}  {where}{mark}")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"WRONG: {fault}" for fault in self.faults]
+        if first is not None:
+            lines.append(f"{self.mesh} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}")
+            lines += [f"  {cause}" for cause in first.place.split("\n") if cause]
+        elif not self.faults:
+            lines.append(f"{self.mesh}: the numbers of one process")
+        return "\n".join(lines)
+
+
+class OneProcess(NamedTuple):
+    """One process's run, and the same with the last bit of its initial weights changed."""
+
+    run: Recorded
+    nudged: Recorded
+    resumed: Interrupted | None
+    sums: bool  # whether gradients of earlier steps are added to those of later ones
+
+
+def judge(
+    mesh: Mesh, one: OneProcess, seen: list[tuple[Recorded, Interrupted | None]]
+) -> TrainingVerification:
+    ranks = [recorded for recorded, _ in seen]
+    whole = _whole(one.run.initial)
+    judge = _Judge(mesh, one, ranks, [parts_of(r.initial, whole, mesh, i) for i, r in enumerate(ranks)])
+    resumed = [again for _, again in seen]
+    return TrainingVerification(
+        _name(mesh), list(judge.rows()), [*judge.faults(), *_resumed_faults(one, ranks, resumed)], judge.notes
+    )
+
+
+class _Judge:
+    """The comparison of all ranks with one process."""
+
+    def __init__(
+        self, mesh: Mesh, one: OneProcess, ranks: list[Recorded], parts: list[dict[str, Part | None]]
+    ):
+        self._mesh, self._one, self._ranks, self._parts = mesh, one, ranks, parts
+        self._found = {part.name for held in parts for part in held.values() if part}
+        self.notes: list[str] = []
+
+    def rows(self) -> Iterator[Row]:
+        run, nudged = self._one.run, self._one.nudged
+        initial = self._tensors(
+            "initial weights", [r.initial for r in self._ranks], run.initial, nudged.initial
+        )
+        yield self._covered(initial)
+        for number, step in enumerate(run.steps):
+            theirs, after = [r.steps[number] for r in self._ranks], nudged.steps[number]
+            if (row := self._loss(number, [s.loss for s in theirs], step.loss, after.loss)) is not None:
+                yield self._explained(row, number)
+            for rank, their in enumerate(theirs):
+                if their.rates and their.rates != step.rates:
+                    words = f"{_listed(their.rates)}, and {_listed(step.rates)} in one process: is the schedule stepped?"
+                    yield Row(
+                        f"learning rate, step {number}", 0, math.inf, "learning rate", rank, False, words
+                    )
+                    break
+            for what in ("gradients", "weights", "buffers"):
+                held = [getattr(s, what) for s in theirs]
+                want, moved = getattr(step, what), getattr(after, what)
+                if want or what != "buffers":
+                    row = self._tensors(f"{what}, step {number}", held, want, moved)
+                    yield self._explained(row, number)
+
+    def faults(self) -> Iterator[str]:
+        """Yield mistakes that one process may make, too, so that no comparison finds them."""
+        run = self._one.run
+        if run.untrained:
+            yield f"no optimizer holds {_some(run.untrained)}: it gets gradients, and nobody trains it"
+        who = ["one process", *(f"rank {i}" for i in range(len(self._ranks)))]
+        strangers = [(r.strangers, name) for r, name in zip([run, *self._ranks], who) if r.strangers]
+        if strangers:
+            yield (
+                f"on {strangers[0][1]} the optimizer holds {strangers[0][0]} parameters that are not the model's: was it "
+                "made before the model was cut, wrapped or replaced?"
+            )
+        trained = {
+            part.name
+            for parts, r in zip(self._parts, self._ranks)
+            for n in r.trained
+            if (part := parts.get(n))
+        }
+        if lost := [name for name in run.trained if name not in trained and name in self._found]:
+            yield f"one process trains {_some(lost)}, and no rank's optimizer holds it"
+        if run.idle:
+            yield f"the learning rate schedule {run.idle[0]} was never stepped in {len(run.steps)} steps"
+        if self._one.sums and not run.untrained:
+            yield "gradients of earlier steps are added to those of later ones: is zero_grad called?"
+
+    def _tensors(self, what: str, held: list[Tensors], want: Tensors, moved: Tensors) -> Row:
+        """Compare every rank's parts with one process's tensors. The words say how many differ, and why the worst does."""
+        wholes, changed = _whole(want), _whole(moved)
+        largest = max((_size(x) for x in wholes.values()), default=0.0)
+        worst, count = (-1.0, "", 0), 0
+        wrong: dict[str, list[tuple[float, int]]] = {}
+        for rank, (tensors, parts) in enumerate(zip(held, self._parts)):
+            for own, one in tensors.items():
+                part, got = self._part(parts, own, one, wholes), one.value
+                if part is None or (part.name not in wholes and got is None):
+                    continue
+                count += 1
+                right = wholes.get(part.name)
+                apart, limit = _apart(part, got, right, changed.get(part.name), largest)
+                worst = max(worst, (apart, part.name, rank))
+                if apart > limit:
+                    wrong.setdefault(part.name, []).append((apart, rank))
+        if not wrong:
+            return Row(what, count, max(worst[0], 0.0), worst[1], worst[2], True)
+        name = max(wrong, key=lambda n: max(wrong[n]))
+        apart, rank = max(wrong[name])
+        words = [] if len(wrong) == 1 else [f"{len(wrong)} tensors differ: {_some(list(wrong))}"]
+        if what.startswith("gradients"):
+            words.append(self._why_gradient(held, name, rank, wholes))
+        elif what.startswith("initial"):
+            words.append(
+                "it is no part of one process's: is the seed, the cut or the order of construction another?"
+            )
+        return Row(what, count, apart, name, rank, False, "\n".join(words))
+
+    def _part(self, parts: Mapping[str, Part | None], own: str, held: Held, wholes: Whole) -> Part | None:
+        """Return the part that a tensor is: a parameter's, of which ZeRO has a gradient's range; or a whole buffer."""
+        if own in parts:
+            part = parts[own]
+            if part is not None and held.placement is not None and held.placement.flat is not None:
+                return part._replace(cut=held.placement.slice_of)
+            return part
+        same = own in wholes and held.value is not None and held.value.shape == wholes[own].shape
+        return Part(own, lambda x: x) if same else None
+
+    def _covered(self, row: Row) -> Row:
+        """Return the row of initial weights, wrong if a parameter is on no rank; note what can't be told to be a part."""
+        missing = [name for name in self._one.run.initial if name not in self._found]
+        unknown = [
+            (name, i) for i, parts in enumerate(self._parts) for name, part in parts.items() if part is None
+        ]
+        if unknown:
+            name, rank = unknown[0]
+            lacking = f", so {_some(missing)} is not compared" if missing else ""
+            self.notes.append(
+                f"nothing tells what part of one process's model {name} on rank {rank} is, of shape "
+                f"{_shape(self._ranks[rank].initial[name])}{lacking}; a Placement would (minipar.mesh.set_placement)"
+            )
+        elif missing and row.equal:
+            why = f"no rank holds {_some(missing)}"
+            return row._replace(difference=math.inf, worst=missing[0], rank=0, equal=False, place=why)
+        return row
+
+    def _why_gradient(self, held: list[Tensors], name: str, rank: int, wholes: Whole) -> str:
+        got: dict[int, Tensor | None] = {}
+        want: dict[int, Tensor] = {}
+        local = 0.0
+        for r, (tensors, parts) in enumerate(zip(held, self._parts)):
+            for own, one in tensors.items():
+                part, value = self._part(parts, own, one, wholes), one.value
+                if part is not None and part.name == name:
+                    got[r], want[r] = value, part.cut(wholes[name])
+                if r == rank and value is not None:
+                    local += (value.double() ** 2).sum().item()
+        whole = sum((x.double() ** 2).sum().item() for x in wholes.values())
+        return why_gradient(self._mesh, rank, got, want, (math.sqrt(local), math.sqrt(whole)))
+
+    def _loss(
+        self, number: int, by_rank: list[float | None], want: float | None, moved: float | None
+    ) -> Row | None:
+        known_ones = {rank: loss for rank, loss in enumerate(by_rank) if loss is not None}
+        if want is None or not known_ones:
+            return None
+        limit = self._limit() * max(abs(want), 1e-30) + ROUNDINGS * abs((moved or want) - want)
+        losses = list(known_ones.values())
+        mean, total = sum(losses) / len(losses), sum(losses)
+        note = None
+        if any(abs(loss - want) > limit for loss in losses) and self._alike_along_tp(known_ones, limit):
+            if abs(mean - want) <= limit:
+                note = "a rank returns the loss of its own part; their mean is the loss"
+            elif abs(total - want) <= limit:
+                note = "a rank returns its share of the loss; their sum is the loss"
+            elif min(losses) < want < max(losses):
+                note = "a rank returns the loss of its own part; how they are weighted can't be seen, so gradients decide"
+        if note is not None:
+            if not number:  # later ones follow from what differs before
+                self.notes.append(note)
+            return Row(f"loss, step {number}", len(losses), 0.0, "loss", 0, True)
+        rank = max(known_ones, key=lambda r: known(abs(known_ones[r] - want)))
+        apart = known(abs(known_ones[rank] - want))
+        words = f"{known_ones[rank]:.6g} where one process has {want:.6g}; the ranks' mean is {mean:.6g}"
+        relative = apart / abs(want) if want else apart
+        return Row(f"loss, step {number}", len(losses), relative, "loss", rank, apart <= limit, words)
+
+    def _alike_along_tp(self, losses: dict[int, float], limit: float) -> bool:
+        firsts = {rank: self._mesh.group(rank, "tp")[0] for rank in losses}
+        return all(
+            abs(losses[rank] - losses.get(first, losses[rank])) <= limit for rank, first in firsts.items()
+        )
+
+    def _limit(self) -> float:
+        dtypes = {x.dtype for x in _whole(self._one.run.initial).values() if x.is_floating_point()}
+        return max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
+
+    def _explained(self, row: Row, step: int) -> Row:
+        """Add what ranks do in this step that they shouldn't."""
+        if row.equal:
+            return row
+        causes = list(why_step(self._mesh, self._one.run, self._ranks, step))
+        words = [*causes, *filter(None, row.place.split("\n"))]
+        if row.what.startswith("gradients") and not causes and not any(": " in w for w in words[-1:]):
+            words.append(
+                "no multiple and no part of the right one: a mean of the ranks' means, where their counts differ? dropout? "
+                "a sum that the backward lacks?"
+            )
+        return row._replace(place="\n".join(words))
+
+
+def _whole(held: Tensors) -> Whole:
+    return {name: value for name, (_, value) in held.items() if value is not None}
+
+
+def _apart(
+    part: Part, got: Tensor | None, right: Tensor | None, moved: Tensor | None, largest: float
+) -> tuple[float, float]:
+    """Return how far a part is from the right one, and how far it may be, relative to the whole tensor's largest entry."""
+    if right is None or got is None:
+        other = got if right is None else part.cut(right)
+        assert other is not None
+        return (math.inf if other.numel() and _size(other) else 0.0), 0.0
+    want = part.cut(right)
+    if got.shape != want.shape:
+        return math.inf, 0.0
+    if not (right.is_floating_point() and got.is_floating_point()):
+        return float(not torch.equal(got, want)), 0.0
+    coarse = min(got.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    # Entries that are rounding alone, such as the gradient of a key's bias, are held against the largest tensor's.
+    scale = max(_size(right), 100 * torch.finfo(coarse).eps * largest)
+    limit = TOLERANCE.get(coarse, HALF)
+    if moved is not None and scale:
+        limit = max(limit, ROUNDINGS * known(_size(moved.double() - right.double()) / scale))
+    apart = _size(got.double() - want.double())
+    return known(apart / scale if scale else apart), limit
+
+
+def _name(mesh: Mesh) -> str:
+    """Return "dp=2, tp=2"."""
+    return ", ".join(f"{axis}={n}" for axis, n in mesh.sizes.items() if n > 1 and axis != "edp") or "one rank"
+
+
+def _size(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _listed(rates: set[float]) -> str:
+    return " and ".join(f"{rate:.6g}" for rate in sorted(rates))
+
+
+def _shape(held: Held) -> list[int]:
+    return [] if held.value is None else list(held.value.shape)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _resumed_faults(
+    one: OneProcess, ranks: list[Recorded], resumed: list[Interrupted | None]
+) -> Iterator[str]:
+    """Yield what a run that was saved, set up anew and loaded does otherwise than the one that wasn't interrupted."""
+    for who, run, again in [
+        ("one process", one.run, one.resumed),
+        *((f"rank {i}", r, a) for i, (r, a) in enumerate(zip(ranks, resumed))),
+    ]:
+        if again is None:
+            continue
+        saved, loaded, rates, last = again
+        if name := _changed(saved, loaded):
+            yield f"a checkpoint doesn't restore {name} on {who}: after load(folder) it is another than when saved"
+        elif rates != run.steps[-1].rates:
+            yield (
+                f"a checkpoint doesn't restore the learning rate on {who}: {_listed(rates)} where it "
+                f"would be {_listed(run.steps[-1].rates)}"
+            )
+        elif name := _changed(run.steps[-1].weights, last):
+            yield (
+                f"a checkpoint restores the weights on {who}, and {name} still becomes another: is the optimizer's state, "
+                "a buffer or the number of the step missing?"
+            )
+        else:
+            continue
+        return
+
+
+def _changed(a: Tensors, b: Tensors) -> str | None:
+    for name, (_, x) in a.items():
+        y = b.get(name, Held(None, None)).value
+        if x is None or y is None:
+            if x is not y:
+                return name
+        elif x.shape != y.shape or _size(x.double() - y.double()) > TOLERANCE.get(x.dtype, HALF) * _size(x):
+            return name
+    return None

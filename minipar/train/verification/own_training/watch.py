@@ -1,0 +1,320 @@
+"""What a training of the caller's own shows: recorded around its `setup`, on one rank or in one process."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from minipar.comm import Comm
+from minipar.data_parallel import ZeroOptimizer
+from minipar.data_parallel.partial_gradients import ReducedGradient
+from minipar.mesh import Mesh, Placement
+from minipar.runtime.caller import is_own
+from minipar.spec.from_file import FromFile, Hangs, deadline
+
+Setup = Callable[[Comm | None, Mesh], Any]
+# Segments that wrappers put into the names of parameters.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+RETURNED = "(model, optimizer, step), or (model, optimizer, step, save, load)"
+
+
+class Held(NamedTuple):
+    """A tensor that this rank holds, of a parameter or a buffer.
+
+    placement   the part of the one-process parameter that it is, where the tensor says so
+    """
+
+    placement: Placement | None
+    value: Tensor | None
+
+
+Tensors = dict[str, Held]
+# The weights when saved and when loaded, and the learning rates and the weights of the last step.
+Interrupted = tuple[Tensors, Tensors, set[float], Tensors]
+
+
+class Step(NamedTuple):
+    """One step of a training on one rank.
+
+    gradients   as they were when an optimizer first stepped, clipped and all
+    rates       the learning rates of the optimizers' groups at that moment
+    samples     a digest of each row of the model's input
+    generator   a digest of torch's generator before the step; `drew` tells whether the step used it
+    """
+
+    loss: float | None
+    gradients: Tensors
+    rates: set[float]
+    weights: Tensors
+    buffers: Tensors
+    samples: list[bytes]
+    generator: bytes
+    drew: bool
+
+
+class Recorded(NamedTuple):
+    """A training on one rank.
+
+    initial    the weights after `setup`
+    trained    the parameters that an optimizer holds, and `untrained` those with gradients that no optimizer holds
+    strangers  how many parameters the optimizers hold that are not the model's
+    idle       the learning rate schedules that were never stepped
+    batch_norm the modules that normalise by the statistics of this rank's rows
+    saves      whether `save` and `load` were given, and there are steps on both sides of a checkpoint
+    """
+
+    initial: Tensors
+    steps: list[Step]
+    trained: list[str]
+    untrained: list[str]
+    strangers: int
+    idle: list[str]
+    batch_norm: list[str]
+    saves: bool
+
+
+class Training:
+    """A training made by `setup(world, mesh)`, watched from outside.
+
+    Raises ValueError, in one line, if `setup` raises in one process or returns something else than a training.
+    """
+
+    def __init__(self, setup: Setup | FromFile, world: Comm | None, mesh: Mesh, limit_s: float):
+        self._one_process, self._limit_s = world is None, limit_s
+        with self._told("setup(None, mesh)"):
+            made = (setup.load() if isinstance(setup, FromFile) else setup)(world, mesh)
+        if not isinstance(made, (tuple, list)) or len(made) not in (3, 5):
+            raise ValueError(f"setup returned {_kind(made)}; return {RETURNED}")
+        model, optimizer, self._step, *checkpoint = made
+        self.save: Any
+        self.load: Any
+        self.save, self.load = checkpoint or (None, None)
+        self.models: list[nn.Module] = _several(model)
+        self.optimizers: list[Any] = _several(optimizer)
+        if wrong := [m for m in self.models if not isinstance(m, nn.Module)]:
+            raise ValueError(f"setup returned the model {_kind(wrong[0])}; return {RETURNED}")
+        if wrong := [o for o in self.optimizers if not hasattr(o, "param_groups")]:
+            raise ValueError(f"setup returned the optimizer {_kind(wrong[0])}; return {RETURNED}")
+        if wrong := [f for f in (self._step, *checkpoint) if not callable(f)]:
+            raise ValueError(f"setup returned {_kind(wrong[0])} in place of a function; return {RETURNED}")
+        self._takes_number = bool(inspect.signature(self._step).parameters)
+        self.samples: list[bytes] = []
+        for module in self.models:
+            module.register_forward_pre_hook(self._see_samples, with_kwargs=True)
+        self._gradients: Tensors = {}
+        self._rates: set[float] = set()
+        for optimizer in self.optimizers:
+            self._watch(optimizer)
+
+    def step(self, number: int) -> Step:
+        """Train one step."""
+        self._gradients, self._rates, self._stepped = {}, set(), False
+        self.samples.clear()
+        before = digest(torch.get_rng_state())
+        with self._told(f"step({number})"):
+            loss = self._step(number) if self._takes_number else self._step()
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss.item()
+        if not (loss is None or isinstance(loss, (int, float))):
+            raise ValueError(f"step({number}) returned {_kind(loss)}; return the loss, a number, or None")
+        if not self._stepped and self.optimizers:
+            raise ValueError(f"step({number}) called no optimizer's step")
+        drew = digest(torch.get_rng_state()) != before
+        buffers = {name: _seen(b, b) for name, b in _named(self.models, "named_buffers")}
+        return Step(
+            None if loss is None else float(loss), self._gradients, self._rates, self.weights(), buffers,
+            list(self.samples), before, drew,
+        )  # fmt: skip
+
+    def weights(self) -> Tensors:
+        with _whole_units(self.models):
+            return {name: _seen(p, p) for name, p in _named(self.models, "named_parameters")}
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+
+    def recorded(self, initial: Tensors, steps: list[Step]) -> Recorded:
+        params = dict(_named(self.models, "named_parameters"))
+        held = {id(p) for o in self.optimizers for p in _params(o)}
+        known = {id(p) for p in params.values()}
+        with_gradient = {
+            n for s in steps for n, g in s.gradients.items() if g.value is not None and g.value.any()
+        }
+        schedules = [
+            s for s in gc.get_objects() if issubclass(type(s), LRScheduler) and s.optimizer in self.optimizers
+        ]
+        normalising = [
+            name
+            for model in self.models
+            for name, m in model.named_modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            and not isinstance(m, nn.SyncBatchNorm)
+            and m.training
+        ]
+        return Recorded(
+            initial,
+            steps,
+            [name for name, p in params.items() if id(p) in held],
+            [name for name, p in params.items() if id(p) not in held and name in with_gradient],
+            len(held - known),
+            [type(s).__name__ for s in schedules if s.last_epoch == 0],
+            normalising,
+            self.save is not None and len(steps) > 1,
+        )
+
+    def _watch(self, optimizer: Any) -> None:
+        step = optimizer.step
+
+        @wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._see_gradients(optimizer)
+            return step(*args, **kwargs)
+
+        optimizer.step = watched
+
+    def _see_gradients(self, optimizer: Any) -> None:
+        """Record every gradient when the first optimizer steps, and each other optimizer's own when it does."""
+        first, own = not self._gradients, {id(p) for p in _params(optimizer)}
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer.reduce_pending()  # as its step would
+        self._stepped = True
+        self._rates |= {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
+        with _whole_units(self.models, with_gradients=True):
+            for name, p in _named(self.models, "named_parameters"):
+                if first or id(p) in own:
+                    self._gradients[name] = _seen(p, p.grad)
+
+    def _see_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
+        if rows is not None:
+            self.samples += [digest(row) for row in rows.detach()]
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """In one process, tell in one line what the caller's code raises; on ranks, `run` tells it with the rank."""
+        try:
+            with deadline(None, self._limit_s):
+                yield
+        except Hangs as error:
+            raise ValueError(f"{what} {error}") from None
+        except Exception as error:
+            if not self._one_process:
+                raise
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
+            where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+            words = " ".join(str(error).split())
+            raise ValueError(f"{what} raised {type(error).__name__}{where}: {words}") from error
+
+
+def record(
+    setup: Setup | FromFile, world: Comm | None, mesh: Mesh, steps: int, limit_s: float, *,
+    nudge: bool = False, forget: bool = False,
+) -> Recorded:  # fmt: skip
+    """Train `steps` steps and return what was seen.
+
+    nudge    multiply the initial weights by 1 + eps, to see what rounding alone does
+    forget   set the gradients to None before each step
+    """
+    training = Training(setup, world, mesh, limit_s)
+    if nudge:
+        with torch.no_grad():
+            for model in training.models:
+                for p in model.parameters():
+                    if p.is_floating_point():
+                        p.mul_(1 + torch.finfo(p.dtype).eps)
+    initial, seen = training.weights(), []
+    for number in range(steps):
+        if forget:
+            training.forget_gradients()
+        seen.append(training.step(number))
+    return training.recorded(initial, seen)
+
+
+def interrupted(
+    setup: Setup | FromFile, world: Comm | None, mesh: Mesh, steps: int, limit_s: float, folder: str
+) -> Interrupted:
+    """Train half the steps, save, set up anew, load, and train the rest."""
+    training = Training(setup, world, mesh, limit_s)
+    for number in range(steps // 2):
+        training.step(number)
+    saved = training.weights()
+    with training._told("save(folder)"):
+        training.save(folder)
+    if world is not None:
+        world.barrier()
+    training = Training(setup, world, mesh, limit_s)
+    with training._told("load(folder)"):
+        training.load(folder)
+    loaded = training.weights()
+    last = [training.step(number) for number in range(steps // 2, steps)][-1]
+    return saved, loaded, last.rates, last.weights
+
+
+def _several(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (list, tuple, nn.ModuleList)) else [x]
+
+
+def _params(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _named(models: Sequence[nn.Module], of: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters or buffers, by names without what wrappers add; of several modules, with the module's number."""
+    for number, model in enumerate(models):
+        for name, x in getattr(model, of)():
+            bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            yield bare if len(models) == 1 else f"{number}.{bare}", x
+
+
+def _seen(tensor: Tensor, value: Tensor | None) -> Held:
+    """Return a copy of the value on the CPU, whole where DTensor or FSDP can say what the whole is."""
+    if isinstance(value, ReducedGradient):
+        tensor, value = value.shard, value.shard.grad
+    placement = getattr(tensor, "placement", None)
+    if value is None:
+        return Held(placement, None)
+    whole: Any = value.detach()
+    if hasattr(whole, "full_tensor"):
+        everywhere = all(p.is_replicate() for p in whole.placements)
+        whole = whole.to_local() if everywhere else whole.full_tensor()
+    return Held(placement, whole.as_subclass(Tensor).to("cpu", copy=True))
+
+
+@contextmanager
+def _whole_units(models: Sequence[nn.Module], with_gradients: bool = False) -> Iterator[None]:
+    """Hold torch's FullyShardedDataParallel's parameters whole meanwhile, since its flat shards have no names."""
+    flat = "FullyShardedDataParallel"
+    roots = [m for m in models if any(type(part).__name__ == flat for part in m.modules())]
+    if not roots:
+        yield
+        return
+    units: list[Any] = [m for m in roots[0].modules() if type(m).__name__ == flat]
+    with_gradients &= all(unit._use_orig_params for unit in units)
+    with units[0].summon_full_params(roots[0], writeback=False, with_grads=with_gradients):
+        yield
+
+
+def digest(x: Tensor) -> bytes:
+    """Return 12 bytes that tell a tensor's values from others."""
+    if hasattr(x, "to_local"):
+        x = x.to_local()
+    raw = x.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=12).digest()
+
+
+def _kind(x: object) -> str:
+    several = f" of {len(x)}" if isinstance(x, (tuple, list, dict)) else ""
+    return f"{'None' if x is None else 'a ' + type(x).__name__}{several}"
