@@ -9,6 +9,7 @@ from typing import overload
 
 from torch import nn
 
+from minipar.mesh import place_whole
 from minipar.model import MoE, Transformer
 from minipar.support.errors import require_positive
 
@@ -39,6 +40,8 @@ def partition(
 ) -> Sequence[nn.Module]:
     """Return the stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
 
+    Each parameter has the placement of a whole tensor, named as in the model, so gradient norms and checkpoints know it.
+
     model   a Transformer, or any layers in a Sequential, each from one tensor to one tensor
     costs   one per layer; a Transformer's first includes the embedding, its last the head. None: `layer_costs(model)`
     speeds  one per stage, as in `balance`
@@ -56,14 +59,19 @@ def partition(
     if len(costs) != num_layers:
         raise ValueError(f"costs has {len(costs)} entries for {num_layers} layers; give one per layer")
     cuts = balance(costs, num_stages, speeds)
+    stages: list[nn.Module] = []
     if isinstance(model, nn.Sequential):
         slices = [model[layers.start : layers.stop] for layers in cuts]
         _require_unshared(slices)
-        return [copy.deepcopy(layers) for layers in slices]
-    return [
-        model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
-        for stage, layers in enumerate(cuts)
-    ]
+        stages += [copy.deepcopy(layers) for layers in slices]
+    else:
+        stages += [
+            model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
+            for stage, layers in enumerate(cuts)
+        ]
+    for stage in stages:
+        place_whole(stage)  # a stage's layers keep their names in the model
+    return stages
 
 
 def _require_unshared(slices: Sequence[nn.Module]) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+import minipar
+from minipar import clip_grad_norm_
 from minipar.config.model_config import ModelConfig
+from minipar.mesh import placement_of
 from minipar.model import MoE, Transformer
-from minipar.pipeline import balance, partition
+from minipar.pipeline import Pipeline, balance, partition
 from minipar.pipeline.partition import layer_costs
 from minipar.schedules.costs import Costs
 from minipar.schedules.one_f_one_b import one_f_one_b
 from minipar.schedules.simulate import simulate
 from tests.examples import examples
+from tests.strategies import assert_equal_to
 
 layer_cost = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
 
@@ -123,6 +131,47 @@ def test_the_stages_in_turn_are_the_model_bit_for_bit(num_layers, data):
     for stage in partition(model, data.draw(st.integers(1, num_layers))):
         x = stage(x)
     assert torch.equal(x, model(tokens))
+
+
+class Trunk(NamedTuple):
+    """A model of four layers, and the number that it makes of a batch."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def trunk(kind) -> Trunk:
+    torch.manual_seed(0)
+    if kind == "sequential":
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
+        return Trunk(model, *torch.randn(2, 4, 8, dtype=torch.float64), nn.functional.mse_loss)
+    config = ModelConfig(num_layers=4, dim=16, num_heads=2, vocab_size=32, max_seq_len=8)
+    model = Transformer(config, dtype=torch.float64)
+    return Trunk(
+        model, *torch.randint(0, 32, (2, 4, 8)), lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten())
+    )
+
+
+def clipped_in_stages(world, kind):
+    whole = trunk(kind)
+    stage = partition(whole.model, world.size)[world.rank]
+    pipeline = Pipeline([stage], world, one_f_one_b(world.size, 2), whole.loss)
+    pipeline.step(whole.inputs, whole.targets)
+    return clip_grad_norm_(stage.parameters(), 1.0, world), [placement_of(p).name for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["sequential", "transformer"])
+def test_stages_are_clipped_by_the_norm_of_the_model(kind):
+    """Their parameters have the model's names, so that nothing counts twice, or as a copy of another stage's."""
+    whole = trunk(kind)
+    whole.loss(whole.model(whole.inputs), whole.targets).backward()
+    want = nn.utils.clip_grad_norm_(whole.model.parameters(), 1.0)
+    norms, names = zip(*minipar.run(clipped_in_stages, kind, world_size=2))
+    for norm in norms:
+        assert_equal_to(norm, want, what="norm")
+    assert names[0] + names[1] == [name for name, _ in whole.model.named_parameters()]
 
 
 def test_fewer_layers_than_stages_are_refused():
