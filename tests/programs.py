@@ -17,13 +17,15 @@ def interruptible() -> None:
 class Program:
     """A script in a session and a folder for temporary files of its own, by which its processes are told."""
 
-    def __init__(self, folder: Path, source: str, launcher: tuple[str, ...] = ()):
+    def __init__(
+        self, folder: Path, source: str, launcher: tuple[str, ...] = (), words: tuple[str, ...] = ()
+    ):
         self.temporary = folder / "temporary"
-        self.temporary.mkdir()
+        self.temporary.mkdir(exist_ok=True)
         script = folder / "script.py"
         script.write_text(dedent(source))
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(script)],
+            [sys.executable, *launcher, str(script), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,6 +16,7 @@ from minipar.config.toml_config import as_toml
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.learn.ideas import with_table
 from minipar.train.verification.legal_configs import configs_to_verify
+from tests.page_programs import FENCE, printed
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -23,7 +24,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
-FENCE = re.compile(r"^ *(`{3,4})(\w*)\n(.*?)^ *\1$", re.M | re.S)
 COMMANDS = sorted(
     {
         line.partition("  #")[0].strip()
@@ -136,13 +136,6 @@ def blocks(name: str) -> list[str]:
     return [block for _, language, block in FENCE.findall(TEXTS[name]) if language == "python"]
 
 
-def printed(source: str) -> str:
-    out = io.StringIO()
-    with redirect_stdout(out):
-        exec(compile(source, "<page>", "exec"), {"__name__": "page"})
-    return out.getvalue()
-
-
 def test_the_ten_lines_of_readme_run():
     """Every rank sends as much as a ring does: 2(p-1)/p of the gradients, padded at most."""
     (source,) = blocks("README.md")
@@ -180,7 +173,9 @@ def test_readme_is_one_screen_and_leads_to_every_page():
     """One screen, beside the table of ideas."""
     text = TEXTS["README.md"]
     assert len(with_table(text, "").splitlines()) <= 70
-    pages = {f"docs/{name}.md" for name in ("use", "learn", "design", "extras")} | {"CONTRIBUTING.md"}
+    pages = {f"docs/{name}.md" for name in ("use", "your_own_model", "learn", "design", "extras")} | {
+        "CONTRIBUTING.md"
+    }
     assert {page for page in pages if f"({page})" not in text} == set()
     assert len(re.findall(r"^!\[.+\]\(docs/generated/\w+\.png\)$", text, re.M)) == 1
 

@@ -61,6 +61,7 @@ def gather(docs: Path) -> list:
             "Use": [
                 {"In short": "readme.md"},
                 {"All commands": "use.md"},
+                {"A model of your own": "your_own_model.md"},
                 {"Machines": "machines.md"},
                 {"Before a large run": "checklist.md"},
                 {"The planner's errors": "planner.md"},
