@@ -131,6 +131,13 @@ def test_hugging_faces_llama_has_the_losses_of_one_process(who):
     require_losses(printed(program(section, who)), rtol=1e-5, of_script=program(section, "one process"))
 
 
+def test_the_pages_training_is_verified():
+    source = program("Is it right?")
+    assert printed(source).endswith("dp=2: the numbers of one process\n")
+    wrong = source.replace("model = minipar.DDP(model, world)", "pass")
+    assert "nobody averages them" in printed(wrong)
+
+
 # torch's and accelerate's ---------------------------------------------------------------------------------------------
 
 OTHERS = [

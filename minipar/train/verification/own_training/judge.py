@@ -150,7 +150,7 @@ class _Judge:
         """Compare every rank's parts with one process's tensors. The words say how many differ, and why the worst does."""
         wholes, changed = _whole(want), _whole(moved)
         largest = max((_size(x) for x in wholes.values()), default=0.0)
-        worst, count = (-1.0, "", 0), 0
+        worst, count = (-1.0, 0.0, "", 0), 0  # first what is nearest to its limit
         wrong: dict[str, list[tuple[float, int]]] = {}
         for rank, (tensors, parts) in enumerate(zip(held, self._parts)):
             for own, one in tensors.items():
@@ -160,11 +160,11 @@ class _Judge:
                 count += 1
                 right = wholes.get(part.name)
                 apart, limit = _apart(part, got, right, changed.get(part.name), largest)
-                worst = max(worst, (apart, part.name, rank))
+                worst = max(worst, (apart / limit if limit else apart, apart, part.name, rank))
                 if apart > limit:
                     wrong.setdefault(part.name, []).append((apart, rank))
         if not wrong:
-            return Row(what, count, max(worst[0], 0.0), worst[1], worst[2], True)
+            return Row(what, count, *worst[1:], True)
         name = max(wrong, key=lambda n: max(wrong[n]))
         apart, rank = max(wrong[name])
         words = [] if len(wrong) == 1 else [f"{len(wrong)} tensors differ: {_some(list(wrong))}"]
