@@ -46,15 +46,20 @@ def why_gradient(
         others = [x.double() for x in same if x is not None]
         if len(others) < len(ranks):
             continue
-        total = torch.stack(others).sum(0)
         if all(_near(x, mine) for x in others):
             continue  # a multiple, if anything
-        if _near(total, right):
+        sides = torch.stack([x.flatten() for x in others], 1)
+        shares = torch.linalg.lstsq(sides, right.double().flatten()[:, None]).solution.flatten()
+        if right.numel() < 2 * len(ranks) or not _near((sides @ shares).view(right.shape), right):
+            continue
+        if _near(shares, torch.ones(len(ranks))):
             return (
                 f"a partial sum: those of ranks {_listed(ranks)} ({axes}) add up to it, and nobody sums them"
             )
-        if _near(total / len(ranks), right):
-            return f"each of ranks {_listed(ranks)} ({axes}) keeps its own: nobody averages them"
+        clipped = (
+            "" if _near(shares, torch.full_like(shares, 1 / len(ranks))) else ", clipped by its own norm"
+        )
+        return f"each of ranks {_listed(ranks)} ({axes}) keeps its own{clipped}: nobody averages them"
     square = (right.double() ** 2).sum().item()
     times = (mine.double() * right.double()).sum().item() / square if square else math.nan
     if not _near(mine, right * times):
