@@ -183,6 +183,30 @@ def test_a_step_that_fails_loses_no_gradient_of_a_tied_weight(schedule):
     assert [same for of_rank in alike for same in of_rank] == [True, True]
 
 
+def _three_steps(world, config, batch):
+    """The losses of a plain step, of one with a scale and of one without targets; its own gradient of each of the first two."""
+    pipeline = Pipeline([Transformer(config)], world, gpipe(1, 2))
+    weight, found = pipeline.stages[0].module.norm.weight, []
+    tokens, targets = batch
+    no_targets = torch.full_like(targets, IGNORE_INDEX)
+    for target, scale in ((targets, 1.0), (targets, 8.0), (no_targets, 1.0)):
+        weight.grad = None
+        loss = pipeline.step(tokens, target, loss_scale=scale)
+        found.append((loss, weight.grad, pipeline.spans))
+    return found
+
+
+def test_each_step_has_its_own_loss_scale_count_and_spans():
+    config = small_config(2)
+    ((plain, scaled, empty),) = minipar.run(_three_steps, config, make_batch(config, 4), world_size=1)
+    assert torch.equal(plain[0], scaled[0])
+    assert torch.equal(8 * plain[1], scaled[1])
+    assert (empty[0], empty[1].count_nonzero()) == (0, 0)
+    assert not any(loss.requires_grad for loss, _, _ in (plain, scaled, empty))
+    ends = [max(end for _, end in spans.values()) for _, _, spans in (plain, scaled, empty)]
+    assert ends == sorted(set(ends)), "a step changed the spans of the one before"
+
+
 def _with_fault(world, fault, *program):
     with mock.patch.object(*fault):
         return train_step(world, *program)

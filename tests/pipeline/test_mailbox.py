@@ -25,9 +25,11 @@ def test_a_thread_waits_for_more_bytes_and_ends_with_its_outbox():
     message = SimpleNamespace(wait=lambda: waited.append(current_thread()))
     outbox.put(message, 100)
     outbox.put(message, 1)
+    outbox.put(message, 100)
     outbox.drain()
     thread = outbox._thread
-    assert waited == [thread] * 2
+    assert waited.count(thread) == 2
+    assert waited.count(main_thread()) == 1, "the bytes that the thread waits for count again"
     del outbox
     thread.join(timeout=60)
     assert not thread.is_alive(), "the thread outlives its outbox"

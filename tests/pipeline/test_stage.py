@@ -243,6 +243,7 @@ class Grumpy(nn.Module):
     def forward(self, x):
         if self.fail:
             raise KeyError("as asked")
+        self.saw = weakref.ref(x)
         return self.linear(x)
 
 
@@ -252,6 +253,7 @@ def _fail_then_go_on(world, batch):
     stages[1].fail = True
     with pytest.raises(KeyError):
         pipeline.step(*batch)
+    assert stages[0].saw() is None, "the step that failed keeps its activations"
     stages[1].fail = False
     deferred = [stage.linear.deferred for stage in stages]
     pipeline.step(*batch)
