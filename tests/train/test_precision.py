@@ -140,6 +140,24 @@ def test_a_planted_fault_is_seen_in_half_precision(monkeypatch, fault, says):
     assert verify(config).first_divergence.what == says
 
 
+def with_gradients_added_in_their_own_dtype(state):
+    wrapped = state.optimizer if hasattr(state.optimizer, "reducer") else state.pipeline.stages[0].module
+    for bucket in wrapped.buckets:
+        bucket.widen = lambda param: None
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("zero", range(3))
+def test_adding_microbatches_in_half_precision_is_seen(monkeypatch, zero):
+    config = replace(SHORT, steps=1, dtype="bfloat16", microbatches=64, batch_size=64, zero=zero)
+    asked_for = verify(replace(config, reduce_dtype="bfloat16"))
+    assert asked_for.equal, table(asked_for)
+    place = import_module("minipar.train.verification.verify")
+    faulty = partial(observe_faulty, with_gradients_added_in_their_own_dtype)
+    monkeypatch.setattr(place, "_observe_rank", faulty)
+    assert verify(config).first_divergence.what == "gradients, step 0"
+
+
 def overflowing(world, config):
     """The loss scales and skips of a few steps, by this rank."""
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)

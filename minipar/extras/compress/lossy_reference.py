@@ -31,7 +31,7 @@ from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import update_balance_bias
 from minipar.runtime.launch import run
 from minipar.train.checkpoint.initial_weights import whole_model
-from minipar.train.data.text import Batch, Text, batch_of
+from minipar.train.data.text import Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
 from minipar.train.parallelize import RankState
 from minipar.train.verification.rounded_reference import (
@@ -203,8 +203,7 @@ class Replay:
         total, found, limits = 0.0, [], {}
         for i, ids in enumerate(torch.arange(config.batch_size).chunk(replicas)):
             weights = whole([held for held, of in zip(before, replica) if of == i])
-            positions = None if batch.positions is None else batch.positions[ids]
-            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions)
+            part = batch.samples(ids)
             how: dict[str, Any] = {"num_groups": groups, "sample_ids": ids}
             loss, own = gradients_at(self.model, weights, part, step, **how)
             limits = dict.fromkeys((*own, "loss"), TOLERANCE.get(config.dtype, 0.0))

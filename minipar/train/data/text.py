@@ -27,6 +27,11 @@ class Batch(NamedTuple):
     num_targets: int
     positions: torch.Tensor | None = None
 
+    def samples(self, ids: torch.Tensor) -> Batch:
+        """Return these samples, with the number of targets of the whole batch."""
+        positions = None if self.positions is None else self.positions[ids]
+        return Batch(self.tokens[ids], self.targets[ids], self.num_targets, positions)
+
 
 class TextId(NamedTuple):
     """The identity of a text in a checkpoint: a checksum, the number of tokens to train on, and the codec's name."""
