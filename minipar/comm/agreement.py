@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 def require_equal(comm: Comm, what: str, entries: Mapping[str, object], advice: str) -> None:
     """Raise ValueError, the same on every rank, unless all ranks have equal entries in the same order.
 
-    what     the kind of entries, in the plural: "parameters"
+    what     the kind of entries, in the plural: "parameters"; the error of a rank that compares alone says it, too
     entries  name -> value, compared as text, so that shapes, dtypes and plans can be values
     advice   what to do about a difference; the end of the error's sentence
 
@@ -27,7 +27,9 @@ def require_equal(comm: Comm, what: str, entries: Mapping[str, object], advice: 
     digest = hashlib.blake2b(repr(list(said.items())).encode(), digest_size=DIGEST_BYTES).digest()
     on = on_host(comm)
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(on.device)
-    if not (on.all_gather(own[None]) != own).any():
+    with on.saying(f"the comparison of {what}"):
+        digests = on.all_gather(own[None])
+    if not (digests != own).any():
         return
     first, *others = all_gather_objects(comm, said)
     for rank, theirs in enumerate(others, 1):

@@ -63,7 +63,8 @@ def require_same_parameters(
     """Raise ValueError, on every rank, unless the ranks of each Comm have equal parameters or buffers in equal order.
 
     named   (name, tensor) pairs: names, shapes, dtypes, parts of split tensors, and which are trained, are compared
-    extra   what else must be equal, such as options; what is printed with its address is not compared
+    extra   what else must be equal, such as options; what is printed with its address is not compared. Empty after
+            construction, for parameters thawed or added since: if only some ranks have any, a deadlock says so
 
     Sends a digest of 16 bytes to each other rank of each Comm, and more only if digests differ.
     """
@@ -72,9 +73,10 @@ def require_same_parameters(
         entries = by_comm.setdefault(comm_of(x), {})
         entries[name] = f"{entries[name]}; {_described(x)}" if name in entries else _described(x)
     options = {name: value for name, value in extra.items() if " at 0x" not in str(value)}
+    what = "parameters or options" if extra else "thawed or added parameters"
     for comm, entries in by_comm.items():
         advice = "give all ranks the same model and the same options"
-        require_equal(comm, "parameters or options", {**options, **entries}, advice)
+        require_equal(comm, what, {**options, **entries}, advice)
 
 
 def _described(x: Tensor) -> str:

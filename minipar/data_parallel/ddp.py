@@ -52,11 +52,11 @@ class DDP(nn.Module):
     A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. Where only some ranks used a
     parameter, the rest add nothing to its gradient. Gradients are views of the buckets. Accumulate under `no_sync()`;
     otherwise a gradient that an earlier backward has reduced is reduced again, on all ranks if any rank has added to it.
-    Gradients of `torch.autograd.grad` are not reduced. Parameters thawed or added after wrapping get rank 0's values, and
-    buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come before a backward and the
-    model changes buffers that its backward needs. BatchNorm has the mean and variance of this rank's samples, so it differs
-    from one process, as under torch's DDP. There is no SyncBatchNorm and no `join`: use LayerNorm or GroupNorm, and give
-    every rank equally many batches.
+    Gradients of `torch.autograd.grad` are not reduced. Parameters thawed or added after wrapping, on all ranks alike,
+    get rank 0's values, and buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come
+    before a backward and the model changes buffers that its backward needs. BatchNorm has the mean and variance of this
+    rank's samples, so it differs from one process, as under torch's DDP. There is no SyncBatchNorm and no `join`: use
+    LayerNorm or GroupNorm, and give every rank equally many batches.
 
     Where gradients accumulate in a reduce_dtype wider than the parameters', they are held in it, too: for float32, 4 bytes
     more per parameter from the second backward on, and as long as further ones could be added.

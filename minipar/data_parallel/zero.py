@@ -53,9 +53,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     optimizer's or the model's) can use it. Under `no_sync()` gradients accumulate in `param.grad` instead.
     Every rank must use a parameter in each backward outside `no_sync`, or it takes no part in the reduction, and the others
     are told of a deadlock in that bucket; where a rank may use none, run all backwards under `no_sync`.
-    Parameters added by `add_param_group`, or thawed before `zero_grad` or `step`, get buckets of their own. A value written
-    to a parameter, such as a loaded weight, also replaces its master weight. The optimizer does not handle buffers: make
-    them equal on all ranks yourself.
+    Parameters that all ranks add by `add_param_group`, or thaw before `zero_grad` or `step`, get buckets of their own.
+    A value written to a parameter, such as a loaded weight, also replaces its master weight. The optimizer does not
+    handle buffers: make them equal on all ranks yourself.
     Parameters given in the order of registration fill the same buckets as in DDP, and with algorithm "auto", "ring" or
     "halving_doubling" their sums are bitwise DDP's. If groups put them in another order, buckets and chunks differ, and on
     3 or more ranks rounding differs too.

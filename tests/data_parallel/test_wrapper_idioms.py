@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import minipar
-from minipar.data_parallel import DDP, FSDP
+from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
 from minipar.data_parallel.flat_parameters import State
 from tests.data_parallel.wrapped import in_one_process, loss_of, network, samples
 from tests.strategies import assert_equal_to
@@ -30,6 +30,23 @@ def test_parameters_thawed_or_added_after_wrapping_are_synchronised():
         model[3].load_state_dict(added)
         for name, want in in_one_process(model, 3).items():
             assert_equal_to(grads[name], want, what=name)
+
+
+def thawed_on_rank_1(world, zero):
+    model = network()
+    model[0].requires_grad_(False)
+    ddp = model if zero else DDP(model, world)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, world, lr=0.1) if zero else ddp
+    model[0].requires_grad_(world.rank == 1)
+    optimizer.zero_grad()
+    loss_of(ddp, world.rank).backward()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_layer_thawed_on_one_rank_is_told_in_the_deadlock(zero):
+    said = "rank 1 waits to send .* of the comparison of thawed or added parameters"
+    with pytest.raises(minipar.RankError, match=said):
+        minipar.run(thawed_on_rank_1, zero, world_size=2, timeout_s=60)
 
 
 class TwoHeads(nn.Module):
