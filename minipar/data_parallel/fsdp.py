@@ -356,7 +356,6 @@ class FSDP(nn.Module):
             unit.use_sharded() if stays else unit.reshard()
         if self.reducer.synchronised:
             self.reducer.finish()
-            self.order.pending_reshard = None
         else:
             self.reducer.accumulates = True
         self._reset_backward_state()
@@ -413,7 +412,6 @@ class FSDP(nn.Module):
         """
         for unit in self.units:
             unit.reshard()
-        self.order.pending_reshard = None
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""

@@ -199,6 +199,13 @@ def disturbed(world, how, recompute):
     assert got.keys() == want.keys()
     for name in want:
         assert torch.equal(got[name], want[name]), f"{how}, {recompute}: {name}"
+    with torch.no_grad():
+        fsdp(x, world.rank)
+        for shard in fsdp.parameters():
+            shard.mul_(2)
+        loss = fsdp(x, world.rank)
+        fsdp.reshard()
+        assert torch.equal(loss, fsdp(x, world.rank)), f"{how}, {recompute}: a forward after new weights"
 
 
 HOWS = ["no_grad", "forward alone", "exception in a forward", "exception in a backward"]

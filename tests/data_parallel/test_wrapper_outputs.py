@@ -50,10 +50,11 @@ def test_running_means_are_rank_0s_before_each_forward(wrapper, broadcast_buffer
 class KeepsItsLoss(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = network()
+        self.inner, self.keeps = network(), True
 
     def forward(self, x):
         self.loss = self.inner(x).square().mean()
+        return None if self.keeps else self.loss
 
 
 def loss_in_an_attribute(world):
@@ -64,6 +65,8 @@ def loss_in_an_attribute(world):
             RuntimeError, match=r"the backward reached inner\..*not through the output of its unit, 'root'"
         ):
             fsdp.module.loss.backward()
+    fsdp.module.keeps = False
+    fsdp(samples(world.rank)).backward()
     ddp = DDP(KeepsItsLoss(), world)
     ddp(samples(world.rank))
     ddp.module.loss.backward()

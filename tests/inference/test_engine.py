@@ -251,13 +251,24 @@ def test_one_by_one_the_logits_are_the_same_to_the_bit(dtype):
     assert logits(several[:1]).items() <= together.items()
 
 
-def test_whoever_stops_early_leaves_no_block_behind():
+def test_whoever_stops_early_leaves_nothing_behind():
     engine = Engine(loud_model(SMALL), Options(block_size=4, num_blocks=9, prefix_cache=False))
     steps = engine.iterate(crowd()[0], [Result() for _ in range(8)])
     next(steps)
     assert engine.pool.num_free < 9
     steps.close()
     assert engine.pool.num_free == 9
+    swapping = Engine(loud_model(SMALL), replace(crowd()[1], preemption="swap"))
+    steps = swapping.iterate(crowd()[0], [Result() for _ in range(8)])
+    while not swapping._saved:
+        next(steps)
+    number = next(iter(swapping._saved))
+    swapping.cancel(number)
+    assert number not in swapping._saved
+    while not swapping._saved:
+        next(steps)
+    steps.close()
+    assert swapping._saved == {}
 
 
 def test_the_cache_of_a_request_has_the_bytes_of_the_formula():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, Options, Request, Scheduler
-from minipar.inference.engine import Result
+from minipar.inference.engine import Result, as_measured, one_second
 from minipar.inference.events import Kind
 from minipar.inference.rotation import StageClock, share, utilisation
 from minipar.inference.static import in_steps
@@ -83,6 +83,9 @@ def serve_on(world, several):
     for num_groups in (1, world.size):
         engine = Engine(stage, Options(block_size=4, num_blocks=14, prefix_cache=False), mesh)
         engine.num_groups = num_groups
+        stopped = engine.iterate(several, [Result() for _ in several])
+        next(stopped)
+        stopped.close()
         texts = [result.tokens for result in engine.run(several)]
         outcomes.append((texts, engine.events, engine.steps, engine.pool.num_free))
     return outcomes
@@ -130,6 +133,13 @@ def test_a_short_step_waits_behind_a_long_one():
     clock = StageClock(2)
     assert clock.run(0.0, [5.0, 5.0]) == (0.0, 10.0)
     assert clock.run(0.0, [1.0, 1.0]) == (5.0, 11.0)
+
+
+def test_a_measured_time_is_that_of_the_last_stage():
+    for duration, want in ((as_measured, [0.0, 0.0, 6.0]), (one_second, [1 / 3] * 3)):
+        engine = Engine(MODEL, Options(block_size=4, num_blocks=40), duration=duration)
+        engine.num_stages = 3
+        assert engine._stage_seconds(5, 6.0) == want
 
 
 def test_a_request_cancelled_under_way_leaves_the_others_texts():

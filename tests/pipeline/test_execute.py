@@ -184,7 +184,7 @@ def test_a_step_that_fails_loses_no_gradient_of_a_tied_weight(schedule):
 
 
 def _three_steps(world, config, batch):
-    """The losses of a plain step, of one with a scale and of one without targets; its own gradient of each of the first two."""
+    """(loss, gradient of a weight, spans) of a plain step, of one with a loss scale, and of one without targets."""
     pipeline = Pipeline([Transformer(config)], world, gpipe(1, 2))
     weight, found = pipeline.stages[0].module.norm.weight, []
     tokens, targets = batch

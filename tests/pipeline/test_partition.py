@@ -174,6 +174,12 @@ def test_stages_are_clipped_by_the_norm_of_the_model(kind):
     assert names[0] + names[1] == [name for name, _ in whole.model.named_parameters()]
 
 
+def test_the_stages_of_a_sequential_are_copies():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    of_stages = {p.data_ptr() for stage in partition(model, 2) for p in stage.parameters()}
+    assert of_stages.isdisjoint({p.data_ptr() for p in model.parameters()})
+
+
 def test_fewer_layers_than_stages_are_refused():
     model = Transformer(ModelConfig(num_layers=2))
     with pytest.raises(
