@@ -13,6 +13,7 @@ import torch
 
 import minipar
 from minipar.mesh import Placement
+from minipar.support.errors import SaveError
 from minipar.train.checkpoint import retention
 from minipar.train.checkpoint import saver as checkpoint
 from minipar.train.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, with_digest
@@ -61,6 +62,24 @@ def test_a_rank_that_cannot_write_is_named_at_the_next_step(tmp_path, rank, call
     assert f"the checkpoint after step 2 could not be written to {tmp_path}: rank {rank}" in str(caught.value)
     assert newest_whole(tmp_path).name == "step-00000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def saves_after_a_failure(world, folder):
+    saver, write = Saver(world, folder), checkpoint._write_parts
+    checkpoint._write_parts = lambda *_: 1 / 0
+    try:
+        saver.save(1, parts(world), {})
+        with pytest.raises(SaveError, match="ZeroDivisionError"):
+            saver.finish()
+    finally:
+        checkpoint._write_parts = write
+    saver.save(2, parts(world), {})
+    saver.finish()
+
+
+def test_a_save_after_one_that_failed_is_as_good_as_any(tmp_path):
+    minipar.run(saves_after_a_failure, tmp_path, world_size=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
 
 
 def saves_with_a_disk_per_rank(world, folder):
