@@ -60,7 +60,7 @@ def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
     positions = torch.where(positions - first_position == index, index, positions)
     targets = next_tokens(tokens, positions)
     if num_padding:
-        targets[-1, seq_len - num_padding - 1 :] = IGNORE_INDEX
+        targets[-1, seq_len - num_padding :] = IGNORE_INDEX
     return Packed(tokens, targets, positions)
 
 

@@ -54,6 +54,18 @@ def test_the_ranks_of_an_emulation_begin_each_step_together():
     assert minipar.run(barriers, world_size=2) == [3, 3]
 
 
+class Noting(nn.Linear):
+    def forward(self, x):
+        self.saw = x.requires_grad
+        return super().forward(x)
+
+
+def test_a_layers_seconds_include_the_gradient_of_its_input():
+    layers = [Noting(2, 2), Noting(2, 2)]
+    measure.seconds_of(layers, torch.ones(1, 2), repeats=1, clock=lambda: 0.0)
+    assert [layer.saw for layer in layers] == [True, True]
+
+
 class Ticking(nn.Module):
     """A product whose forwards move a clock: by nothing at first, then by twice, once, and three times `seconds`."""
 

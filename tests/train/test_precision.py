@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.data_parallel import DynamicLossScaler
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, Placement, set_placement
 from minipar.model.moe import moe_layers
 from minipar.train.data.text import load_text
+from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import may_step
 from minipar.train.parallelize import parallelize
 from minipar.train.reference import ReferenceRun, compare, train_in_one_process
@@ -202,6 +203,19 @@ def test_a_run_that_overflows_is_verified_too():
     result = verify(replace(SHORT, dp=2, dtype="float16", loss_scale=2.0**30, steps=4))
     assert result.equal, table(result)
     assert any(row.what == "overflow, step 0" for row in result.rows)
+
+
+def test_a_master_weight_without_a_gradient_is_not_updated():
+    used, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    for weight in (used, unused):
+        set_placement(weight, Placement.whole("w", weight.shape))
+    optimizer = MasterWeights([{"params": [used, unused]}], torch.optim.SGD, lr=0.5)
+    (used.sum() + unused.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    used.sum().backward()
+    optimizer.step()
+    assert (used.tolist(), unused.tolist()) == ([0.0, 0.0], [0.5, 0.5])
 
 
 def test_the_scalers_state_goes_on_where_it_was():
