@@ -1,4 +1,4 @@
-"""Read a Hugging Face Llama's config.json as a ModelConfig; refuse what this model cannot represent. Imports no torch."""
+"""Read the config.json of Hugging Face's Llama or Mistral; refuse what this model cannot represent. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,45 @@ from pathlib import Path
 from typing import Any
 
 from minipar.config.model_config import ModelConfig
+from minipar.support.errors import one_of
 
+# Families whose models are Llamas with other sizes. Mistral's sliding window must hide nothing.
+FAMILIES = ("llama", "mistral")
 # The only values that these fields of config.json may have; another value means another model.
 ONLY = {
-    "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
 }
+# What a kind of `rope_scaling` says, in the order of ModelConfig's.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 SIZES = (
     "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_seq_len", "norm_eps", "rope_theta",
-    "tie_embeddings",
+    "rope_scaling", "tie_embeddings",
 )  # fmt: skip
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read config.json of a Llama. Raises ValueError for what a ModelConfig cannot represent."""
+    """Read config.json of a Llama or Mistral. Raises ValueError for what a ModelConfig cannot represent."""
     given = read_json(path)
+    family = given.get("model_type", "llama")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{path}: model_type={family!r} is not in this model; use one with model_type={one_of(FAMILIES, near=family)}"
+        )
     for field, only in ONLY.items():
         found = given.get(field, only)
         if (found or None) != (only or None):
             raise ValueError(
                 f"{path}: {field}={found!r} is not in this model; use a Llama with {field}={only!r}"
             )
+    theta, scaling = _rope(path, given)
     try:
         config = ModelConfig(
             vocab_size=given["vocab_size"],
@@ -43,11 +57,18 @@ def read_config(path: Path) -> ModelConfig:
             hidden_dim=given["intermediate_size"],
             max_seq_len=given["max_position_embeddings"],
             norm_eps=given["rms_norm_eps"],
-            rope_theta=_rope_theta(path, given),
+            rope_theta=theta,
+            rope_scaling=scaling,
             tie_embeddings=given.get("tie_word_embeddings", False),
         )
     except KeyError as missing:
         raise ValueError(f"{path} has no {missing}; give a whole configuration of a Llama") from None
+    window = given.get("sliding_window")
+    if family == "mistral" and window is not None and window < config.max_seq_len:
+        raise ValueError(
+            f"{path}: sliding_window={window} is shorter than max_position_embeddings={config.max_seq_len}, and this model "
+            f"attends to all tokens; use a Mistral without a window, or set max_position_embeddings to {window} there"
+        )
     head_dim = given.get("head_dim") or config.head_dim
     if head_dim != config.head_dim:
         raise ValueError(
@@ -57,20 +78,23 @@ def read_config(path: Path) -> ModelConfig:
     return config
 
 
-def _rope_theta(path: Path, given: dict[str, Any]) -> float:
-    """Return the base of RoPE's wavelengths: from `rope_parameters` (transformers 5), else the top-level `rope_theta`."""
+def _rope(path: Path, given: dict[str, Any]) -> tuple[float, tuple[float, ...] | None]:
+    """Return RoPE's base and scaling: from `rope_parameters` (transformers 5), else from the fields of before."""
     rope: dict[str, Any] = {}
     for field in ("rope_scaling", "rope_parameters"):
         of_field = given.get(field) or {}
         kind = of_field.get("rope_type", of_field.get("type", "default"))
-        changes = sorted(of_field.keys() - {"rope_type", "type", "rope_theta"})
-        if kind != "default" or changes:
+        takes = SCALINGS.get(kind, ())
+        unknown = sorted(of_field.keys() - {"rope_type", "type", "rope_theta", *takes})
+        missing = [name for name in takes if name not in of_field]
+        if kind not in SCALINGS or unknown or missing:
+            lacks = f", without {one_of(missing)}" if missing else f" and {unknown}" if unknown else ""
             raise ValueError(
-                f"{path}: {field} with rope_type={kind!r} and {changes} scales the rotary embeddings, which this model "
-                "does not do; use a Llama with rope_type='default' alone, as Llama 2 and Llama 3 (not 3.1) are"
+                f"{path}: {field} with rope_type={kind!r}{lacks} is not in this model; use one of "
+                f"rope_type={one_of(SCALINGS)}"
             )
-        rope |= of_field
-    return float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
+        rope |= of_field | {"scaling": tuple(float(of_field[name]) for name in takes) or rope.get("scaling")}
+    return float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0), rope["scaling"]
 
 
 def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ...]) -> ModelConfig:

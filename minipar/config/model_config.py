@@ -41,6 +41,11 @@ class ModelConfig(MoEConfig):
     max_seq_len: int = option(256, "longest sequence", common=True)
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = option(10000.0, "base of the rotary embeddings' wavelengths")
+    rope_scaling: tuple[float, ...] | None = option(
+        None,
+        "longer wavelengths, for longer texts: one factor (linear), or Llama 3.1's factor, its low and its high frequency "
+        "factor, and the length that it was trained on before: 8 1 4 8192",
+    )
     tie_embeddings: bool = option(False, "use the embedding's weight as the head's weight")
     dropout: float = option(
         0.0, "dropout probability of what each block's attention and MLP add to the residual stream"
@@ -137,3 +142,18 @@ class ModelConfig(MoEConfig):
         for name in ("norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; use {name} > 0")
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
+            self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        scaling = list(self.rope_scaling or ())
+        if (
+            len(scaling) not in (1, 4)
+            or min(scaling) <= 0
+            or (len(scaling) == 4 and scaling[1] >= scaling[2])
+        ):
+            raise ValueError(
+                f"rope_scaling={scaling}; use one positive factor, or four: a factor, a low frequency factor below the "
+                "high one, and a length, such as 8 1 4 8192"
+            )

@@ -78,6 +78,7 @@ class Attention(nn.Module):
         assert config.num_kv_heads is not None
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.rope_scaling = config.rope_scaling
         self.documents, self.default_core = config.documents, CORES[config.attention]
         self.overrides = AttentionOverrides()
         self._make_matrices(config, device, dtype)
@@ -100,7 +101,7 @@ class Attention(nn.Module):
         q, k, v = projected
         if self.overrides.positions is not None:
             positions = self.overrides.positions(positions)
-        cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype)
+        cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype, self.rope_scaling)
         q = rotate(self._heads(q, self.num_heads), cos, sin)
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
         v = self._heads(v, self.num_kv_heads)

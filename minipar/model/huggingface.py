@@ -1,7 +1,7 @@
-"""Hugging Face's Llama: its configuration, and its weights under this model's parameter names.
+"""Hugging Face's Llama, 1 to 3.3, or Mistral: its configuration, and its weights under this model's parameter names.
 
 This model has Llama's architecture, parameter for parameter, so loading only renames the weights. Checkpoints that it
-cannot represent are refused: another activation, other head sizes, scaled rotary embeddings, biases, quantized weights.
+cannot represent are refused: another activation, other head sizes, sliding windows, biases, quantized weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: rotary wavelengths, whic
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
     """Return the configuration of the Llama in `folder`, and its weights under this model's parameter names.
 
-        config, weights = from_huggingface("Llama-2-7b-hf")
+        config, weights = from_huggingface("Llama-3.2-1B")
         model = Transformer(config, dtype=torch.bfloat16)
         model.load_state_dict(weights)
 

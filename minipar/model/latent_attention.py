@@ -89,7 +89,7 @@ class LatentAttention(Attention):
         q, latents = projected
         if self.overrides.positions is not None:
             positions = self.overrides.positions(positions)
-        cos, sin = rotation(positions, self.rope_dim, self.rope_theta, q.dtype)
+        cos, sin = rotation(positions, self.rope_dim, self.rope_theta, q.dtype, self.rope_scaling)
         q = torch.unflatten(q, -1, (self.num_heads, self.head_dim + self.rope_dim))
         q, q_rope = q.split((self.head_dim, self.rope_dim), dim=-1)
         latent, k_rope = latents.split((self.latent_dim, self.rope_dim), dim=-1)

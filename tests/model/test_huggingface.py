@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer, from_huggingface
 from minipar.model.huggingface import INDEX, huggingface_name, read_config
+from minipar.train.checkpoint.export import llama_config
 
 CONFIG = ModelConfig(
     vocab_size=24, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24, max_seq_len=32
@@ -33,6 +34,15 @@ SAID = {
 }
 
 
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
 def write(folder, config=CONFIG, said=SAID, files: int = 1, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     """Write a Llama; return its weights by our names."""
     weights = {name: p.detach() for name, p in Transformer(config, seed=3).named_parameters()}
@@ -50,16 +60,16 @@ def write(folder, config=CONFIG, said=SAID, files: int = 1, **more: torch.Tensor
 
 def test_the_example_of_the_docstring_is_a_model_that_is_read(tmp_path):
     published = dict(
-        architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096,
-        initializer_range=0.02, intermediate_size=11008, max_position_embeddings=4096, model_type="llama",
-        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1, rms_norm_eps=1e-05,
-        rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.31.0.dev0",
-        use_cache=True, vocab_size=32000,
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+        eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
+        intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, model_type="llama", num_attention_heads=32,
+        num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_scaling=LLAMA3,
+        rope_theta=500000.0, tie_word_embeddings=True, torch_dtype="bfloat16", use_cache=True, vocab_size=128256,
     )  # fmt: skip
-    assert '"Llama-2-7b-hf"' in from_huggingface.__doc__
+    assert '"Llama-3.2-1B"' in from_huggingface.__doc__
     (tmp_path / "config.json").write_text(json.dumps(published))
     shapes = Transformer(read_config(tmp_path / "config.json"), device="meta")
-    assert sum(p.numel() for p in shapes.parameters()) == 6_738_415_616
+    assert sum(p.numel() for p in shapes.parameters()) == 1_235_814_400
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -99,6 +109,42 @@ def test_the_wavelengths_are_read_wherever_they_are_said(tmp_path, said):
     assert from_huggingface(tmp_path)[0].rope_theta == 500000.0
 
 
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "scaling"),
+    [
+        ({"rope_scaling": LLAMA3}, (8.0, 1.0, 4.0, 8192.0)),
+        (
+            {"rope_scaling": None, "rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
+            (8.0, 1.0, 4.0, 8192.0),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, (2.0,)),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 32}, None),
+    ],
+)
+def test_llama_3_and_mistral_are_read(tmp_path, said, scaling):
+    write(tmp_path, said=SAID | said)
+    config, _ = from_huggingface(tmp_path)
+    assert config.rope_scaling == scaling
+    assert config.rope_theta == 500000.0
+
+
+@pytest.mark.parametrize("scaling", [None, (2.0,), (8.0, 1.0, 4.0, 8192.0)])
+def test_an_exported_configuration_is_read_as_it_was(tmp_path, scaling):
+    config = ModelConfig(**{**vars(CONFIG), "rope_scaling": scaling})
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(config)))
+    assert read_config(tmp_path / "config.json") == config
+
+
 def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
     write(tmp_path, said={k: v for k, v in SAID.items() if not k.startswith("rope")})
     assert from_huggingface(tmp_path)[0].rope_theta == 10000.0
@@ -107,7 +153,11 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"model_type": "mistral"}, "model_type='mistral' is not in this model.*model_type='llama'"),
+        ({"model_type": "gemma"}, "model_type='gemma' is not in this model.*model_type=llama or mistral"),
+        (
+            {"model_type": "mistral", "sliding_window": 16},
+            "sliding_window=16 is shorter than max_position_embeddings=32",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not in this model.*hidden_act='silu'"),
         ({"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads.*use head_dim=4"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -116,9 +166,12 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
-            "rope_parameters with rope_type='llama3'.*use a Llama with rope_type='default'",
+            "rope_parameters with rope_type='llama3', without low_freq_factor, high_freq_factor or original_max",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling with rope_type='linear'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_type='yarn'.*use one of rope_type=default, linear or llama3",
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",

@@ -8,6 +8,7 @@ import torch
 
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer
+from minipar.train.checkpoint.export import llama_config
 from tests.strategies import assert_equal_to
 
 SIZES = dict(vocab_size=31, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, hidden_dim=40, max_seq_len=16)
@@ -100,6 +101,13 @@ def renamed(name):
     return name
 
 
+def rope_said(transformers, config):
+    scaling = llama_config(config)["rope_scaling"]
+    if transformers.__version__ < "5":
+        return dict(rope_theta=config.rope_theta, rope_scaling=scaling)
+    return dict(rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta} | (scaling or {}))
+
+
 def huggingface_twin(transformers, model):
     config = model.config
     twin = transformers.LlamaForCausalLM(
@@ -112,8 +120,7 @@ def huggingface_twin(transformers, model):
             intermediate_size=config.hidden_dim,
             max_position_embeddings=config.max_seq_len,
             rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            **rope_said(transformers, config),
             tie_word_embeddings=config.tie_embeddings,
         )
     ).to(next(model.parameters()).dtype)
@@ -124,9 +131,13 @@ def huggingface_twin(transformers, model):
     return twin
 
 
+SCALINGS = [None, (4.0,), (8.0, 1.0, 4.0, 16.0)]  # none, linear, Llama 3.1's
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, monkeypatch):
+def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, scaling, monkeypatch):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 
@@ -135,7 +146,7 @@ def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, monke
 
     if dtype == torch.float64:
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm_in_float64)
-    model = random_model(tie_embeddings=tied, rope_theta=500.0).to(dtype)
+    model = random_model(tie_embeddings=tied, rope_theta=500.0, rope_scaling=scaling).to(dtype)
     twin = huggingface_twin(transformers, model)
     tokens = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(1))
     ours, theirs = model(tokens), twin(tokens).logits

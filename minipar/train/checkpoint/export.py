@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from minipar.config.llama_config import SCALINGS
 from minipar.config.model_config import ModelConfig
 from minipar.mesh import Placement
 from minipar.model.huggingface import huggingface_name
@@ -107,8 +108,19 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
         **NO_SPECIAL_TOKENS,
     }
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
+        return None
+    kind = "linear" if len(config.rope_scaling) == 1 else "llama3"
+    said: dict[str, Any] = dict(zip(SCALINGS[kind], config.rope_scaling))
+    if kind == "llama3":
+        said["original_max_position_embeddings"] = int(said["original_max_position_embeddings"])
+    return said | {"rope_type": kind}

@@ -103,9 +103,11 @@ def configs(draw) -> TrainConfig:
         assume(False)
 
 
-# Tied embeddings under ZeRO: the two copies lie in different buckets, so no two shards of them are alike.
+# Tied embeddings under ZeRO: the two copies lie in different buckets, so no two shards of them are alike. And longer
+# wavelengths, which cp's ranks turn by their own positions.
+LONGER = dict(rope_theta=100.0, rope_scaling=(8.0, 1.0, 4.0, 16.0))
 TIED = TrainConfig(
-    model=ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, tie_embeddings=True),
+    model=ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, tie_embeddings=True, **LONGER),
     **dict(pp=2, cp=2, zero=1, microbatches=2, batch_size=8, seq_len=32, steps=3, dtype="float64"),
 )
 
