@@ -335,3 +335,20 @@ def test_a_mismatched_message_is_an_error_naming_both_ranks(function, size, word
     """Among them the ring of blocking sends, and each well before the deadline of a minute."""
     with pytest.raises(RankError, match=words):
         minipar.run(function, world_size=size)
+
+
+def told_of(world):
+    """What each operation is called while it runs, and the bytes by kind."""
+    called, x = [], torch.ones(world.size, dtype=torch.uint8)
+    note = lambda: called.append(world.running)  # noqa: E731
+    with world.saying("a bucket"):
+        world.custom("noted", note)
+    world.custom("noted", note)
+    world.all_reduce(x, algorithm="ring")
+    world.exchange(x, 1 - world.rank, x.shape, x.dtype, 1 - world.rank)
+    return called, dict(world.traffic.by_kind), world.running
+
+
+def test_what_a_collective_is_called_ends_with_it():
+    told = minipar.run(told_of, world_size=2)
+    assert told == [(["noted of a bucket", "noted"], {"all_reduce": 2, "exchange": 2}, "")] * 2

@@ -80,6 +80,33 @@ def test_gradients_of_half_precision_add_up_in_float32(when):
         assert {x for own in alone for x in own} == {3.0}, name
 
 
+def sums_after_an_exception(world):
+    """Of two layers, the second of which has its gradient first: their gradients in a backward after one that failed."""
+    found = {}
+    for name, (wrap, _) in WRAPPERS.items():
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=HALF) for _ in range(2)))
+        nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight)
+        forward, owner, grads = wrap(model, world)
+        with owner.no_sync():
+            forward(torch.ones(1, 8, dtype=HALF)).sum().backward()
+        handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward(torch.ones(1, 8, dtype=HALF)).sum().backward()
+        handle.remove()
+        owner.zero_grad()
+        forward(torch.ones(1, 8, dtype=HALF)).sum().backward()
+        found[name] = {float(x) for g in grads() if g is not None for x in g.flatten()}
+    return found
+
+
+def test_sums_of_a_backward_that_failed_are_in_no_later_one():
+    assert all(
+        own in ({8.0}, set())
+        for found in minipar.run(sums_after_an_exception, world_size=2)
+        for own in found.values()
+    )
+
+
 def deferred_sum(world):
     model = nn.Sequential(Linear(8, 1, dtype=HALF))
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, world, lr=1.0, master_dtype=WIDE)

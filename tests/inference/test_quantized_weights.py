@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.inference import Engine, quantized_weights
+from minipar.inference import Engine, Options, quantized_weights
 from minipar.inference.quantized_weights import (
     check_quantized_weights,
     dequantize_weight,
@@ -121,7 +121,7 @@ def rounded_on(world, config, sizes, how, fault):
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             plant(patch, quantized_weights, *FAULTS_OF_SHARDS[fault])
-        quantized_weights.quantize_weights(stage, *how, mesh.comm("tp"))
+        Engine(stage, Options(num_blocks=8, weight_bits=how[0], weight_group=how[1]), mesh)
     return placements, codes_of(stage)
 
 
