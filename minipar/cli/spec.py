@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 
 from functools import partial
+from typing import Literal
 
 import tyro
 
@@ -14,6 +15,7 @@ def spec_command(
     implementation: tyro.conf.Positional[str] = "",
     stages: tuple[str, ...] = (),
     ranks: tuple[int, ...] = (),
+    backend: Literal["gloo", "nccl", "auto"] = "gloo",
 ) -> Work:
     """Judge anybody's code: say what a specification asks, and which stage an implementation fails, and why.
 
@@ -25,11 +27,14 @@ def spec_command(
             Without NAME it is what the signature names.
         stages: only these stages.
         ranks: numbers of ranks of drawn and varied cases, in place of the usual ones.
+        backend: gloo: tensors are on the CPU; nccl: on GPUs, one a rank; auto: nccl where it can serve every rank.
     """
-    return partial(_spec, name, implementation, stages, ranks)
+    return partial(_spec, name, implementation, stages, ranks, backend)
 
 
-def _spec(name: str, implementation: str, stages: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+def _spec(
+    name: str, implementation: str, stages: tuple[str, ...], ranks: tuple[int, ...], backend: str
+) -> None:
     from minipar.spec.all_specifications import SPECIFICATIONS, check, find_specification
 
     if not name:
@@ -38,6 +43,6 @@ def _spec(name: str, implementation: str, stages: tuple[str, ...], ranks: tuple[
     elif not implementation:
         print(find_specification(name).words)
     else:
-        report = check(name, implementation, stages or None, ranks or None)  # type: ignore[arg-type]
+        report = check(name, implementation, stages or None, ranks or None, backend)  # type: ignore[arg-type]
         print(report)
         raise SystemExit(0 if report.ok else 1)

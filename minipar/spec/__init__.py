@@ -13,6 +13,8 @@ fails, the tensor that is wrong and its rank, and the rank whose part is missing
 specification.py       Specification, Stage and Report; running a check on worlds of several sizes
 from_file.py           an implementation in a file, loaded on each rank, and its time limit
 own_comm.py            an implementation on a small Comm of its own instead of the library's
+convention.py          what an implementation may state, to be judged by it
+counted.py             bytes and messages, of a Comm and of torch.distributed
 witness.py             what an implementation may not write to, seen at each call of any implementation
 question.py            functions on ranks as data, and how they are asked
 words.py               a wrong tensor or a wrong byte count, described in a sentence

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.comm.transport.traffic import Traffic
 from minipar.spec.collectives import (
     MANY,
     recording_peers,
@@ -20,6 +21,7 @@ from minipar.spec.collectives import (
     varied,
     whose_part,
 )
+from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Body, Specification, Stage, StageName
 from minipar.spec.words import first, wrong_bytes
@@ -28,11 +30,12 @@ from minipar.support.live_bytes import LiveBytes
 
 def _one_message(world: Comm, shift: Implementation) -> str | None:
     x = torch.ones(1000)
-    world.traffic.reset()
-    shift(world, x)
-    sent, messages = world.traffic.sent_bytes, world.traffic.messages
+    with counted(world) as sent:
+        shift(world, x)
     words = wrong_bytes(sent, x.nbytes, world.rank, world.size, f"{len(x)} float32", "a shift")
-    return words or (None if messages == 1 else f"rank {world.rank}: it sent {messages} messages, not one")
+    return words or (
+        None if sent.messages == 1 else f"rank {world.rank}: it sent {sent.messages} messages, not one"
+    )
 
 
 # All-reduces --------------------------------------------------------------------------------------------------------
@@ -79,11 +82,10 @@ def _few_messages(world: Comm, all_reduce: Implementation) -> str | None:
     p, r, x = world.size, world.rank, torch.ones(24, dtype=torch.float64)
     core = 1 << (p.bit_length() - 1)
     most = 1 if r >= core else 2 * (core.bit_length() - 1) + (r + core < p)
-    world.traffic.reset()
-    all_reduce(world, x)
-    sent, messages = world.traffic.sent_bytes, world.traffic.messages
-    if messages > most:
-        return f"rank {r}: with {p} ranks it sent {messages} messages; halving and doubling sends {most}"
+    with counted(world) as sent:
+        all_reduce(world, x)
+    if sent.messages > most:
+        return f"rank {r}: with {p} ranks it sent {sent.messages} messages; halving and doubling sends {most}"
     return wrong_bytes(sent, halving_bytes(x.nbytes, p, r), r, p, "24 float64", "halving and doubling")
 
 
@@ -104,10 +106,9 @@ def _bytes_that_leave(world: Comm, hierarchical: Implementation) -> str | None:
             f"rank {world.rank}: with {k} nodes of {g} ranks {leave} of {x.nbytes} bytes left its node; an all-reduce "
             f"of its own chunk across nodes sends {formula:g}"
         )
-    inside = sum(sent.values()) - leave
-    return wrong_bytes(
-        inside, 2 * (g - 1) / g * x.nbytes, world.rank, world.size, "24 float64", "inside its node, a ring"
-    )
+    inside = Traffic()
+    inside.book("inside its node", sum(sent.values()) - leave)
+    return wrong_bytes(inside, 2 * (g - 1) / g * x.nbytes, world.rank, world.size, "24 float64", "a ring")
 
 
 def _refuses(world: Comm, hierarchical: Implementation) -> str | None:

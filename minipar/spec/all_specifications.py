@@ -71,14 +71,17 @@ def check(
     implementation: Subject | str,
     stages: Iterable[StageName] | None = None,
     ranks: Iterable[int] | None = None,
+    backend: str | None = None,
 ) -> Report:
     """Check an implementation against the specification of this name, in all stages or in these.
 
     implementation  a function, class or object; "FILE.py", "FILE.py:NAME", "PACKAGE.MODULE" or "PACKAGE.MODULE:NAME".
                     Without NAME it is what the specification's signature names.
     ranks           numbers of ranks, for drawn and varied cases
+    backend         that of `run`: None or "gloo", "nccl", "auto"
 
-    Raises ValueError for a name, a stage, a number of ranks, a file or a module that there is not.
+    Raises ValueError for a name, a stage, a number of ranks, a file or a module that there is not, and for a convention
+    that the specification does not know.
     """
     specification = find_specification(name)
     if stages is not None:
@@ -93,7 +96,7 @@ def check(
             raise ValueError(f"ranks={ranks}: {name} is checked on one rank, without messages")
     if isinstance(implementation, str):
         implementation = _found(implementation, specification)
-    return specification.check(implementation, stages, ranks)
+    return specification.check(implementation, stages, ranks, backend)
 
 
 def _found(place: str, specification: Specification) -> FromFile:

@@ -11,10 +11,13 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.transport.messages import Channel
+from minipar.spec.convention import stated
+from minipar.spec.counted import Messages, Posted, counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage
 from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes
@@ -169,6 +172,13 @@ def varied_calls(collective: str, size: int) -> list[Call]:
     ]
 
 
+def _asked(calls: list[Call], implementation: Implementation, size: int) -> list[Call]:
+    """Return the calls, with equal lengths where an implementation states that it takes no others."""
+    if "equal lengths" not in stated(implementation):
+        return calls
+    return [replace(c, shape=(-(-c.shape[0] // size) * size, *c.shape[1:]), sizes=None) for c in calls]
+
+
 def _strided(x: Tensor) -> Tensor:
     """Return a strided view equal to x: every second entry of a longer tensor."""
     return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
@@ -176,7 +186,7 @@ def _strided(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording_peers(world: Comm) -> Iterator[Counter[int]]:
-    """Count the bytes that this rank sends, through any Comm, by destination, in the order of first messages."""
+    """Count the bytes that this rank sends, by destination, in the order of first messages."""
     sent: Counter[int] = Counter()
     post = world._transport.post
 
@@ -185,16 +195,23 @@ def recording_peers(world: Comm) -> Iterator[Counter[int]]:
             sent[channel.key.ranks[to]] += x.nbytes
         return post(channel, kind, x, to, *rest)
 
-    with patch.object(world._transport, "post", recorded):
+    def posted(kind: str, messages: Messages, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        for to, num_bytes in messages:
+            sent[ranks[to]] += num_bytes
+
+    with patch.object(world._transport, "post", recorded), Posted(posted):
         yield sent
 
 
 def right(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    return first([wrong(world, implementation, call) for call in calls_of(collective, world.size)])
+    calls = _asked(calls_of(collective, world.size), implementation, world.size)
+    return first([wrong(world, implementation, call) for call in calls])
 
 
 def varied(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    return first([wrong(world, implementation, call) for call in varied_calls(collective, world.size)])
+    calls = _asked(varied_calls(collective, world.size), implementation, world.size)
+    return first([wrong(world, implementation, call) for call in calls])
 
 
 def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None:
@@ -211,20 +228,27 @@ def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None
 
 
 def whose_part(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    """Check with 10**r as rank r's input, so that the digits of a sum count the additions of each rank's part."""
+    """Check with 10**r as rank r's input, so that the digits of a sum count the additions of each rank's part.
+
+    In a sum the digits above those tell the chunk: rank 0 adds them.
+    """
     p, mine = world.size, 10**world.rank
     if collective in ("all_reduce", "reduce_scatter"):
-        got = implementation(world, torch.full((2 * p,), mine))
+        number_chunks = 10**p * torch.arange(p).repeat_interleave(2) * (world.rank == 0)
+        got = implementation(world, mine + number_chunks)
         chunks = got.split(2) if collective == "all_reduce" and got.numel() == 2 * p else [got]
         for c, chunk in enumerate(chunks):
+            number = c if collective == "all_reduce" else world.rank
             for value in chunk.tolist():
-                if words := explain_sum(value, p):
-                    number = c if collective == "all_reduce" else world.rank
-                    own = value == mine and collective == "reduce_scatter"
+                found, total = divmod(value, 10**p)
+                if words := explain_sum(total, p):
+                    own = total == mine and collective == "reduce_scatter"
                     hint = "; if another chunk has the whole sum, the order is one step off" if own else ""
                     return f"rank {world.rank}: chunk {number}: {words}{hint}"
+                if found != number:
+                    return f"rank {world.rank}: chunk {number}: it is the sum of chunk {found}"
         return None
-    call = next(call for call in calls_of(collective, p) if call.root == 1 and call.shape == SHAPES[1])
+    call = _asked(calls_of(collective, p), implementation, p)[1]
     xs = [torch.full(x.shape, 10**r, dtype=torch.int64) for r, x in enumerate(call.inputs(p))]
     got = implementation(world, xs[world.rank], *call.arguments(p, world.rank))
     want = call.result(xs, world.rank)
@@ -242,7 +266,7 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
 
 
 def runs(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    call = calls_of(collective, world.size)[1]
+    call = _asked(calls_of(collective, world.size), implementation, world.size)[1]
     x = call.inputs(world.size)[world.rank]
     got = implementation(world, x, *call.arguments(world.size, world.rank))
     return (
@@ -253,16 +277,17 @@ def runs(world: Comm, implementation: Implementation, collective: str) -> str | 
 
 
 def ring_bytes(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    return first([_wrong_bytes(world, implementation, call) for call in calls_of(collective, world.size)])
+    calls = _asked(calls_of(collective, world.size), implementation, world.size)
+    return first([_wrong_bytes(world, implementation, call) for call in calls])
 
 
 def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str | None:
     x = call.inputs(world.size)[world.rank]
-    world.traffic.reset()
-    implementation(world, x, *call.arguments(world.size, world.rank))
+    with counted(world) as sent:
+        implementation(world, x, *call.arguments(world.size, world.rank))
     formula, name = call.sent_bytes(world.size, world.rank), SENDERS[call.collective]
     of = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    return wrong_bytes(world.traffic.sent_bytes, formula, world.rank, world.size, of, name)
+    return wrong_bytes(sent, formula, world.rank, world.size, of, name)
 
 
 def _tree(world: Comm, broadcast: Implementation) -> str | None:
@@ -292,7 +317,7 @@ def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | Non
             if to not in round_of:
                 round_of[to] = round_of[rank] + number
                 todo.append(to)
-    if (last := max(round_of.values())) > rounds:
+    if (last := max(round_of.values())) > rounds and "any tree" not in stated(broadcast):
         return f"{what} the last rank gets it in round {last}; a tree takes {rounds} rounds"
     return None
 
@@ -311,6 +336,11 @@ SENDERS = {
     "reduce_scatter": "a ring",
     "all_gather": "a ring",
     "all_to_all": "whoever keeps its own chunk",
+}
+KNOWN = {
+    "reduce_scatter": ("equal lengths",),
+    "all_to_all": ("equal lengths",),
+    "broadcast": ("any tree",),
 }
 # What each asks besides the numbers, in words.
 ALSO = {
@@ -333,7 +363,7 @@ def specification(name: str, signature: str, says: str) -> Specification:
         stages.append(Stage("order", same_bits, (3, 4)))
     stages.append(Stage("varied", partial(varied, collective=name), MANY))
     says = f"{says} {ALSO[name]} The result is a tensor of its own."
-    return Specification(name, signature, says, tuple(stages))
+    return Specification(name, signature, says, tuple(stages), KNOWN.get(name, ()))
 
 
 SPECIFICATIONS = [

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.spec.counted import Posted
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Body, Specification, Stage, every
 from minipar.spec.training import (
@@ -46,8 +47,14 @@ def _overlaps(world: Comm, make: Implementation) -> str | None:
         weight = layer.get_parameter("weight")
         weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
     wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # one layer per bucket
-    events.clear()
-    loss_of(wrapped(samples(world.rank, 0, 20))).backward()
+    for _ in range(2):  # buckets may be made in the first backward
+        net.zero_grad()
+        events.clear()
+        with Posted(lambda kind, messages, _: events.append(("launch", sum(n for _, n in messages)))):
+            loss_of(wrapped(samples(world.rank, 0, 20))).backward()
+        gradients_come = len(events)
+        getattr(wrapped, "finish_gradients", lambda: None)()
+    del events[gradients_come:]
     last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=-1)
     early = [what for what, _ in events[:last]]
     if "launch" not in early:

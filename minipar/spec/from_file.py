@@ -10,14 +10,18 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from minipar.comm import Comm
 from minipar.runtime.caller import is_own
+from minipar.spec.convention import stated
+from minipar.spec.counted import TORCHS
 from minipar.spec.witness import Watched, Witness
 from minipar.support.trace import Span, Trace
 
@@ -71,6 +75,17 @@ class OnComm(NamedTuple):
     entered: Callable[[Comm], AbstractContextManager[Any]]
 
 
+class Note(NamedTuple):
+    """What a stage's report says beside its verdict.
+
+    conventions  those that the implementation states
+    sent         bytes that rank 0 sent through torch.distributed when they were last counted, by kind
+    """
+
+    conventions: tuple[str, ...]
+    sent: dict[str, int]
+
+
 Subject = Implementation | FromFile | OnComm  # what is checked
 
 
@@ -99,12 +114,16 @@ def checked(
     if trace_to is not None:
         world.barrier()
         world.trace = trace
-    with deadline(limit_s):
+    said: tuple[str, ...] = ()
+    with deadline(limit_s), on_device(world):
         try:
             if isinstance(implementation, FromFile):
                 implementation = implementation.load()
-            witness = Witness(writes)
+            said = stated(implementation)
+            witness = Witness(writes, said)
             watched = Watched(implementation, witness)
+            if with_comm and world.size == 1 and "two ranks or more" in said:
+                return None
             for comm in _comms(world, groupings):
                 words = body(comm, watched) if with_comm else body(watched)
                 if words := witness.written() or words:  # what was written to may be why the rest is wrong
@@ -113,9 +132,19 @@ def checked(
                     )
             return None
         finally:
+            if world.rank == 0 and hasattr(world, "report"):
+                world.report(
+                    Note(said, {kind: n for kind, n in world.traffic.by_kind.items() if TORCHS in kind})
+                )
             if trace_to is not None:
                 file = Path(trace_to) / f"{world.rank}-of-{world.size}.json"
                 file.write_text(json.dumps(trace.spans))
+
+
+def on_device(world: Comm) -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are on the device of `world`."""
+    device = getattr(world, "device", torch.device("cpu"))
+    return nullcontext() if device.type == "cpu" else device
 
 
 def _comms(world: Comm, groupings: Sequence[Sequence[Sequence[int]]] | None) -> Iterator[Comm]:

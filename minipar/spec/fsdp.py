@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from minipar.comm import Comm
+from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.memory import held_bytes, storages
 from minipar.spec.specification import Specification, Stage
 from minipar.spec.training import DRAWN, Options, Scaled, Trainee, chain, loss_of, trains, varied
+from minipar.spec.words import in_words
 from minipar.support.live_bytes import LiveBytes
 
 PADDING_BYTES = 512  # largest padding allowed per chunk
@@ -29,14 +31,14 @@ def _bytes(world: Comm, make: Implementation) -> str | None:
     num_bytes, p = sum(w.nbytes for w in net.parameters()), world.size
     fsdp = make(net, world.using("ring"), nn.Linear)
     for _ in range(2):  # a version that prefetches may not know the order of units in the first step
-        world.traffic.reset()
-        loss_of(fsdp(torch.ones(2, 64, dtype=torch.float64, requires_grad=True))).backward()
-    sent, most = world.traffic.sent_bytes, 3 * (p - 1) / p * num_bytes
+        with counted(world) as sent:
+            loss_of(fsdp(torch.ones(2, 64, dtype=torch.float64, requires_grad=True))).backward()
+    most = 3 * (p - 1) / p * num_bytes
     least = (3 - 1 / 4) * (p - 1) / p * num_bytes  # the last of four units may stay gathered for the backward
     padding = 3 * len(net) * (p - 1) * PADDING_BYTES
-    if not 0.99 * least <= sent <= 1.01 * most + padding:
+    if not 0.99 * least <= sent.sent_bytes <= 1.01 * most + padding:
         return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {sent}; two gathers and a "
+            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; two gathers and a "
             f"reduce-scatter send 3(p-1)/p of them, {most:.0f}, or a gather of the last unit less"
         )
     return None

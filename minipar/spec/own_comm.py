@@ -1,6 +1,6 @@
 """Checks on a small Comm made of isend and irecv, such as minipar.simple's or a learner's, in place of the library's.
 
-The small Comm runs in the ranks' processes. Its bytes are counted at isend, and each wait for a message has a deadline.
+The small Comm runs in the ranks' processes. Each wait for a message has a deadline.
 """
 
 from __future__ import annotations
@@ -42,26 +42,24 @@ def _wait(work: Any, doing: str) -> None:
 def _entered(comm_class: Any, world: Any) -> Iterator[Any]:
     if isinstance(comm_class, FromFile):
         comm_class = comm_class.load()
-    sent, group = Traffic(None), world.process_group()
+    group = world.process_group()
     isend, irecv = dist.isend, dist.irecv
 
-    def counted(x: Any, dst: int, **tag: int) -> SimpleNamespace:
-        sent.book("isend", x.nbytes)
-        counted_class._transport.post(world_channel, "isend", x, dst)
+    def sending(x: Any, dst: int, **tag: int) -> SimpleNamespace:
         return SimpleNamespace(
             wait=partial(_wait, isend(x, dst, group=group, **tag), f"to send to rank {dst}")
         )
 
-    def bounded(x: Any, src: int, **tag: int) -> SimpleNamespace:
+    def receiving(x: Any, src: int, **tag: int) -> SimpleNamespace:
         return SimpleNamespace(
             wait=partial(_wait, irecv(x, src, group=group, **tag), f"to receive from rank {src}")
         )
 
     # `using` chooses an algorithm; a small Comm has only one.
-    extra = {"traffic": sent, "using": lambda self, algorithm: self}
-    # What records messages by destination looks for these.
-    world_channel = SimpleNamespace(key=SimpleNamespace(ranks=range(world.size)))
-    extra["_transport"] = SimpleNamespace(post=lambda *message: None)
-    counted_class: Any = type("Counted", (comm_class,), extra)
-    with patch.object(dist, "isend", counted), patch.object(dist, "irecv", bounded):
-        yield counted_class(range(world.size))
+    extra = {
+        "traffic": Traffic(),
+        "using": lambda self, algorithm: self,
+        "_transport": SimpleNamespace(post=None),
+    }
+    with patch.object(dist, "isend", sending), patch.object(dist, "irecv", receiving):
+        yield type("OwnComm", (comm_class,), extra)(range(world.size))

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.spec.convention import stated
+from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import WORLDS, Body, Specification, Stage, every
 from minipar.spec.varied import KINDS, PLAIN, Kind
-from minipar.spec.words import generator, grad_of, normal
+from minipar.spec.words import generator, grad_of, in_words, normal
 
 Given = list[dict[str, Any]]  # each rank's arguments, by name and in their order
 SEEDS, MORE_RANKS = (2, 3, 4), (7,)
@@ -41,6 +43,7 @@ class Question:
     reached_by_nan          how many of the results are compared where an argument has a nan
     linear                  whether a nan in an incoming gradient reaches known gradients, which are compared
     cause(world, got, given)  the usual mistake that gives this result, in words
+    by_convention           convention -> what is asked of an implementation that states it
     """
 
     draw: Callable[[int, int, Kind], Given]
@@ -53,6 +56,7 @@ class Question:
     reached_by_nan: int = 9
     linear: bool = False
     cause: Callable[[Comm, Tensor, Given], str] | None = None
+    by_convention: Mapping[str, Question] = field(default_factory=dict)
 
 
 class Asked:
@@ -61,7 +65,10 @@ class Asked:
     def __init__(
         self, world: Comm, function: Implementation, question: Question, seed: int, kind: Kind = PLAIN
     ):
+        for convention in set(stated(function)) & set(question.by_convention):
+            question = question.by_convention[convention]
         self.world, self.question, self.kind, r = world, question, kind, world.rank
+        self.partial = "partial gradients" in stated(function)
         self.what = f"through {question.attribute}" if question.attribute else ""
         given = self.given = question.draw(world.size, seed, kind)
         self.leaves = {
@@ -99,7 +106,8 @@ class Asked:
             what = f"rank {r}: {name}{self.options}"
             if name in self.question.summands:
                 if not isinstance(got, Tensor) or got.shape != want.shape or not got.requires_grad:
-                    return f"{what} is {_kind(got)}; return one element that autograd can follow"
+                    lost = ", which autograd cannot follow" if isinstance(got, Tensor) else ""
+                    return f"{what} is {_kind(got)}{lost}; return one element that autograd can follow"
                 got, what = self.world.all_reduce(got.detach()), f"{what}, added over all ranks,"
             if words := self._mismatch(what, got, [rank[i] for rank in self.answers]):
                 return words + (
@@ -142,8 +150,10 @@ class Asked:
         r = self.world.rank
         for name in [*list(self.leaves)[1:], next(iter(self.leaves))]:  # that of x after those of weights
             got, leaves = self.mine[name].grad, self.leaves[name]
-            if name in self.question.summands:
-                got = self.world.all_reduce(torch.zeros_like(leaves[r]) if got is None else got.contiguous())
+            if name in self.question.summands or (self.partial and name in wholes(self.given)):
+                got = self.world.all_reduce(
+                    torch.zeros_like(self.mine[name]) if got is None else got.contiguous()
+                )
             wants = [grad_of(x) for x in leaves]
             if self.residual and name == next(iter(self.leaves)):
                 wants[r] = wants[r] + self.dy
@@ -175,6 +185,12 @@ class Asked:
             return words
         owners = [s for s, x in enumerate(wants) if self.kind.mismatch("", got, x, p, whole) is None]
         return words + (f": it is rank {owners[0]}'s" if owners else "")
+
+
+def wholes(given: Given) -> list[str]:
+    """Return the names of the arguments that all ranks hold, as one tensor."""
+    floats = [name for name, x in given[0].items() if isinstance(x, Tensor) and x.is_floating_point()]
+    return [name for name in floats if all(mine[name] is given[0][name] for mine in given)]
 
 
 def ask(world: Comm, function: Implementation, question: Question, seed: int) -> str | None:
@@ -213,13 +229,14 @@ def sends(
     """Check the bytes that this rank sends, forward and backward. formula(given, rank): those that are right."""
     r = world.rank
     given = question.draw(world.size, 1, PLAIN)
-    world.traffic.reset()
-    Asked(world.using(algorithm), function, question, 1).backward(1)
-    sent, right = world.traffic.sent_bytes, formula(given, r)
-    if sent in right:
+    with counted(world) as sent:
+        Asked(world.using(algorithm), function, question, 1).backward(1)
+    right = formula(given, r)
+    left = 2 * (world.size - 1) / world.size * sum(given[r][name].nbytes for name in wholes(given))
+    if sent.sent_bytes + left * ("partial gradients" in stated(function)) in right:
         return None
     said = f"{right[0]} to {right[-1]}" if isinstance(right, range) else " or ".join(f"{n:g}" for n in right)
-    return f"rank {r}: with {world.size} ranks it sent {sent} bytes; {says} send {said}"
+    return f"rank {r}: with {world.size} ranks it sent {in_words(sent)}; {says} send {said}"
 
 
 def _kind(x: object) -> str:
@@ -244,6 +261,7 @@ def specification(
     questions: Sequence[Question],
     between: Sequence[Stage] = (),
     kinds: Sequence[Kind] = KINDS,
+    conventions: tuple[str, ...] = (),
 ) -> Specification:
     """Return the specification of a function that answers these questions. `between`: stages before "varied"."""
     by_stage = [bodies(question, kinds) for question in questions]
@@ -258,4 +276,4 @@ def specification(
         *between,
         stage("varied", 2, 5),
     )
-    return Specification(name, signature, requirement, stages)
+    return Specification(name, signature, requirement, stages, conventions)

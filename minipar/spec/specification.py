@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from minipar.runtime.caller import is_own
 from minipar.runtime.launch import run
-from minipar.spec.from_file import Hangs, Subject, checked
+from minipar.spec.convention import ALWAYS as FOR_ALL
+from minipar.spec.convention import CONVENTIONS
+from minipar.spec.counted import counts_as
+from minipar.spec.from_file import Hangs, Note, Subject, checked
+from minipar.spec.witness import WrongSignature
 from minipar.spec.words import first
 from minipar.support.errors import RankError
 
@@ -53,29 +57,39 @@ class Stage:
     sizes: tuple[World, ...] = WORLDS
     writes: tuple[int, ...] = ()
 
-    def test(self, implementation: Subject, ranks: Iterable[int] | None = None) -> str | None:
-        """Return None if the stage is passed, otherwise a description of the mistake. `ranks`: for drawn and varied."""
+    def test(self, implementation: Subject, ranks: Iterable[int] | None = None, **how: Any) -> str | None:
+        """Return None if the stage is passed, otherwise a description of the mistake.
+
+        ranks  for drawn and varied
+        how    options of `run`
+        """
         writes = None if self.name == "memory" else self.writes  # a witness keeps tensors alive
         if not self.sizes:
-            return on_one_rank(self.body, implementation, writes)
+            return on_one_rank(self.body, implementation, writes, **how)
         sizes = self.sizes if ranks is None or self.name not in ("drawn", "varied") else ranks
-        return on_ranks(self.body, implementation, sizes, writes)
+        return on_ranks(self.body, implementation, sizes, writes, **how)
 
 
 class Verdict(NamedTuple):
-    """The result of one stage for an implementation."""
+    """The result of one stage for an implementation.
+
+    words  the mistake; None: the stage is passed
+    sent   the bytes that rank 0 sent through torch.distributed, not through its Comm, in the last count of the stage
+    """
 
     stage: StageName
-    words: str | None  # the mistake; None: the stage is passed
+    words: str | None
+    sent: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts on an implementation, up to the first stage that it fails."""
+    """The verdicts on an implementation, up to the first stage that it fails, and the conventions that it states."""
 
     specification: str
     verdicts: tuple[Verdict, ...]
     num_stages: int
+    conventions: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -86,21 +100,24 @@ class Report:
         return next((v for v in self.verdicts if v.words is not None), None)
 
     def __str__(self) -> str:
+        by = f", by convention: {', '.join(self.conventions)}" if self.conventions else ""
         if self.first_wrong is None:
-            return f"{self.specification}: right, in all {self.num_stages} stages"
+            sent = ", ".join(counts_as(kind) for v in self.verdicts for kind in v.sent if v.stage == "bytes")
+            return f"{self.specification}: right, in all {self.num_stages} stages{by}{sent and f' ({sent})'}"
         met = sum(v.words is None for v in self.verdicts)
-        stage, words = self.first_wrong
-        return f"{self.specification}: {met} of {self.num_stages} stages met; {stage}: {words}"
+        stage, words, _ = self.first_wrong
+        return f"{self.specification}: {met} of {self.num_stages} stages met{by}; {stage}: {words}"
 
 
 @dataclass(frozen=True)
 class Specification:
-    """The signature to implement, the requirement in a sentence, and the stages that check it."""
+    """The signature to implement, the requirement in a sentence, the stages that check it, and the conventions it knows."""
 
     name: str
     signature: str
     requirement: str
     stages: tuple[Stage, ...]
+    conventions: tuple[str, ...] = ()
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -120,23 +137,48 @@ class Specification:
             f"  {stage.name:9} {STAGES[stage.name]} ({', '.join(map(_world, stage.sizes)) or 'one rank'})"
             for stage in self.stages
         ]
-        return "\n".join([f"{self.name}: {self.signature}", self.requirement, *asked, ALWAYS])
+        known = "Conventions that it knows: " + "; ".join(
+            f"{name} ({CONVENTIONS[name]})" for name in self._known
+        )
+        return "\n".join([f"{self.name}: {self.signature}", self.requirement, *asked, ALWAYS, known])
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        return (*FOR_ALL, *self.conventions)
 
     def check(
         self,
         implementation: Subject,
         stages: Iterable[StageName] | None = None,
         ranks: Iterable[int] | None = None,
+        backend: str | None = None,
     ) -> Report:
-        """Run all stages, or only those named in `stages`, in order, until one fails. `ranks`: for drawn and varied."""
+        """Run all stages, or only those named in `stages`, in order, until one fails.
+
+        ranks    for drawn and varied
+        backend  that of `run`
+
+        Raises ValueError for a convention that it does not know.
+        """
         asked, sizes = None if stages is None else set(stages), None if ranks is None else tuple(ranks)
         wanted = [stage for stage in self.stages if asked is None or stage.name in asked]
         verdicts = []
+        notes: list[Note] = []
         for stage in wanted:
-            verdicts.append(Verdict(stage.name, stage.test(implementation, sizes)))
-            if verdicts[-1].words is not None:
+            words = stage.test(
+                implementation, sizes, backend=backend, on_report=lambda _, note: notes.append(note)
+            )
+            said = notes[-1] if notes else Note((), {})
+            if unknown := set(said.conventions) - set(self._known):
+                raise ValueError(
+                    f"conventions={sorted(unknown)[0]!r} is unknown to {self.name}, which knows {', '.join(self._known)}"
+                )
+            if words is not None and WrongSignature.__name__ in words:
+                words = f"{words.replace(f'{WrongSignature.__name__}: ', '')}; asked is {self.signature}"
+            verdicts.append(Verdict(stage.name, words, said.sent))
+            if words is not None:
                 break
-        return Report(self.name, tuple(verdicts), len(wanted))
+        return Report(self.name, tuple(verdicts), len(wanted), said.conventions if verdicts else ())
 
 
 def on_ranks(
@@ -144,6 +186,7 @@ def on_ranks(
     implementation: Subject,
     sizes: Iterable[World] = WORLDS,
     writes: tuple[int, ...] | None = (),
+    **how: Any,
 ) -> str | None:
     """Run body(world, implementation) on worlds of these sizes, up to the first mistake; return its description.
 
@@ -155,7 +198,9 @@ def on_ranks(
         size = world if isinstance(world, int) else sum(map(len, world[0]))
         where = _ranks(size) if groupings is None else f"{size} ranks, in {_world(world)}"
         try:
-            said = run(checked, body, implementation, writes, groupings, world_size=size, timeout_s=TIMEOUT_S)
+            said = run(
+                checked, body, implementation, writes, groupings, world_size=size, timeout_s=TIMEOUT_S, **how
+            )
         except RankError as error:
             # A rank that found a mistake has returned early; the other ranks may have failed waiting for it.
             said = [words for _, words in sorted(error.returned.items())]
@@ -168,11 +213,13 @@ def on_ranks(
     return None
 
 
-def on_one_rank(body: Body, implementation: Subject, writes: tuple[int, ...] | None = ()) -> str | None:
+def on_one_rank(
+    body: Body, implementation: Subject, writes: tuple[int, ...] | None = (), **how: Any
+) -> str | None:
     """Run body(implementation) on one rank, for an implementation that does not communicate; return its result."""
     try:
         return first(
-            run(checked, body, implementation, writes, None, False, world_size=1, timeout_s=TIMEOUT_S)
+            run(checked, body, implementation, writes, None, False, world_size=1, timeout_s=TIMEOUT_S, **how)
         )
     except RankError as error:
         return explained(error).removeprefix("rank 0 ").removeprefix("rank 0: ")

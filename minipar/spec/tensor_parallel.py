@@ -89,7 +89,7 @@ def _specification(
         f"{each}; each rank's part of a matrix gets its part of the gradient, and what is whole a whole one."
     )
     stage = Stage("bytes", partial(sends, question=question, formula=formula, says=says), (2, 4))
-    return specification(name, signature, requirement, [question], [stage], kinds)
+    return specification(name, signature, requirement, [question], [stage], kinds, ("partial gradients",))
 
 
 def _two_sums(given: Given, rank: int) -> tuple[float, ...]:

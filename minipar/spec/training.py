@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, PLAIN, Kind
-from minipar.spec.words import first, generator, grad_of, mismatch, normal
+from minipar.spec.words import first, generator, grad_of, in_words, mismatch, normal
 
 Event = tuple[str, Any]
 Options = Mapping[str, Any]
@@ -326,14 +327,14 @@ def reduced_bytes(world: Comm, implementation: Implementation, start: Start) -> 
     net, p = tied(0), world.size
     trainee = start(implementation, net, world.using("ring"), *SGD)
     num_bytes = sum(w.nbytes for w in net.parameters())
-    world.traffic.reset()
-    loss_of(trainee.forward(torch.ones(2, 64, dtype=torch.float64))).backward()
-    trainee.finish()
-    trainee.optimizer.step()
-    sent, formula = world.traffic.sent_bytes, 2 * (p - 1) / p * num_bytes
-    if abs(sent - formula) > 0.02 * formula + 64 * p:  # parts may be padded
+    with counted(world) as sent:
+        loss_of(trainee.forward(torch.ones(2, 64, dtype=torch.float64))).backward()
+        trainee.finish()
+        trainee.optimizer.step()
+    formula = 2 * (p - 1) / p * num_bytes
+    if abs(sent.sent_bytes - formula) > 0.02 * formula + 64 * p:  # parts may be padded
         return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {sent}; averaging sends "
+            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; averaging sends "
             f"2(p-1)/p of them, by a reduce-scatter and an all-gather, {formula:.0f}"
         )
     return None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.comm import Comm
+from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.question import Given, Question, sends, specification
 from minipar.spec.specification import Specification, Stage, every
@@ -55,8 +56,27 @@ def _mean_of_means(world: Comm, got: Tensor, given: Given) -> str:
     return ""
 
 
+def _draw_some(size: int, seed: int, kind: Kind) -> Given:
+    """Draw as `_draw` does, but for each rank a target that counts, since it has a mean."""
+    given = _draw(size, min(seed, 3), kind)
+    for mine in given:
+        mine["targets"][-1] = 0
+    return given
+
+
+def _means(given: Given) -> list[list[Tensor]]:
+    means = [F.cross_entropy(mine["logits"], mine["targets"]) for mine in given]
+    return [[torch.stack(means).mean()]] * len(given)
+
+
+SUMMANDS = ("the ranks' summands",)
 LOSS = Question(
-    _draw, _answer, ("the ranks' summands",), summands=("the ranks' summands",), cause=_mean_of_means
+    _draw,
+    _answer,
+    SUMMANDS,
+    summands=SUMMANDS,
+    cause=_mean_of_means,
+    by_convention={"mean of means": Question(_draw_some, _means, SUMMANDS, summands=SUMMANDS)},
 )
 
 
@@ -130,11 +150,11 @@ def _which_norm(got: Tensor, grads: list[list[Tensor]], rank: int) -> str:
 
 def _one_number(world: Comm, grad_norm: Implementation) -> str | None:
     grads, copies, _ = _gradients(world.size, 1, torch.float64, 1.0)
-    world.traffic.reset()
-    grad_norm(world.using("ring"), grads[world.rank], copies[world.rank])
+    with counted(world) as sent:
+        grad_norm(world.using("ring"), grads[world.rank], copies[world.rank])
     p, r = world.size, world.rank
     formula = 8 * (2 - (r == 0) - (r == p - 1))  # the number is rank 0's chunk; the other chunks are empty
-    return wrong_bytes(world.traffic.sent_bytes, formula, r, p, "any gradients", "a ring of one number")
+    return wrong_bytes(sent, formula, r, p, "any gradients", "a ring of one number")
 
 
 SPECIFICATIONS = [
@@ -157,6 +177,7 @@ SPECIFICATIONS = [
             )
         ],
         (*KINDS, CERTAIN),
+        ("mean of means",),
     ),
     Specification(
         "grad_norm",

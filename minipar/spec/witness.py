@@ -25,10 +25,14 @@ class Kept(NamedTuple):
 
 
 class Witness:
-    """Keeps what was seen. `writes`: the arguments, by position, that may be written to; None: it sees nothing."""
+    """Keeps what was seen.
 
-    def __init__(self, writes: tuple[int, ...] | None = ()):
-        self.writes, self.kept = writes, list[Kept]()
+    writes       the arguments, by position, that may be written to; None: it sees nothing
+    conventions  those of the implementation, which gets copies if it works in place
+    """
+
+    def __init__(self, writes: tuple[int, ...] | None = (), conventions: tuple[str, ...] = ()):
+        self.writes, self.conventions, self.kept = writes, conventions, list[Kept]()
 
     def keep(self, value: Any, words: str) -> None:
         """Keep a tensor, or a list or dict with what is in it."""
@@ -42,16 +46,23 @@ class Witness:
         return next((kept.words for kept in self.kept if _checksum(kept.value) != kept.checksum), None)
 
 
+class WrongSignature(TypeError):
+    """An implementation cannot be called as the specification calls it."""
+
+
 class Watched:
     """An implementation, its attributes and the objects that it makes, seen by a witness at each call."""
 
     def __init__(self, implementation: Any, witness: Witness):
         self._watched, self._witness = implementation, witness
+        self.conventions = witness.conventions
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        names = _names(self._watched, args, options)
+        if "in place" in self._witness.conventions:
+            args = tuple(x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
         if self._witness.writes is None:
             return self._watched(*args, **options)
-        names = _names(self._watched)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
         for place, value in given:
             if place not in self._witness.writes:
@@ -82,7 +93,7 @@ def _checksum(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
-        data: Any = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+        data: Any = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy()
         return tuple(value.shape), crc32(data)
     if isinstance(value, list | tuple):
         return [_checksum(x) for x in value]
@@ -91,11 +102,18 @@ def _checksum(value: Any) -> Any:
     return value if isinstance(value, int | float | str) else id(value)
 
 
-def _names(function: Callable[..., Any]) -> list[str]:
+def _names(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> list[str]:
+    """Return the names of its parameters. Raises WrongSignature if it cannot be called with these arguments."""
     try:
-        return list(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        found = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        raise WrongSignature(f"its signature is {found}: {error}") from None
+    return list(signature.parameters)
 
 
 def _shape(value: Any) -> str:

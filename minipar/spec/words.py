@@ -9,6 +9,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from minipar.comm.transport.traffic import Traffic
+from minipar.spec.counted import counts_as
+
 RTOL, FLOOR = 1e-10, 1e-13  # RTOL relative to the tensor's largest entry, FLOOR absolute; in float64
 
 
@@ -131,11 +134,17 @@ def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def wrong_bytes(sent: int, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
+def wrong_bytes(sent: Traffic, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
     """Return None if `rank` sent as many bytes as the formula says, otherwise a sentence with both numbers."""
-    if sent == formula:
+    if sent.sent_bytes == formula:
         return None
-    return f"rank {rank}: with {size} ranks and {of} it sent {sent} bytes; {name} sends {formula:g}"
+    return f"rank {rank}: with {size} ranks and {of} it sent {in_words(sent)}; {name} sends {formula:g}"
+
+
+def in_words(sent: Traffic) -> str:
+    """Say how many bytes were sent, and by which operations."""
+    kinds = " + ".join(f"{counts_as(kind)} {num_bytes}" for kind, num_bytes in sent.by_kind.items())
+    return f"{sent.sent_bytes} bytes{f' ({kinds})' if kinds else ''}"
 
 
 def first(found: Iterable[str | None]) -> str | None:
@@ -150,7 +159,7 @@ def grad_of(x: Tensor) -> Tensor:
 
 
 def generator(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(hash(key) % 2**31)
+    return torch.Generator(torch.get_default_device()).manual_seed(hash(key) % 2**31)
 
 
 def normal(draw: torch.Generator, *shape: int) -> Tensor:

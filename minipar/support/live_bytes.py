@@ -12,7 +12,7 @@ memory that a kernel allocates internally, are not counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -31,14 +31,16 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if has_wrappers(types):
+            return NotImplemented
         before = {
             x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
         }
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            allocates = isinstance(x, torch.Tensor) and not x.is_meta
-            if allocates and x.untyped_storage()._cdata not in before | self._alive:
-                self._on_allocate(x.untyped_storage())
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) and not x.is_meta else None
+            if storage is not None and storage._cdata not in before | self._alive and exists(storage):
+                self._on_allocate(storage)
         return result
 
     def _on_allocate(self, storage: torch.UntypedStorage) -> None:
@@ -51,6 +53,19 @@ class LiveBytes(TorchDispatchMode):
     def _on_free(self, key: int, num_bytes: int) -> None:
         self._alive.discard(key)
         self.now -= num_bytes
+
+
+def has_wrappers(types: Iterable[type]) -> bool:
+    """Return whether an operator is asked of a DTensor: a mode that returns NotImplemented gets those of its parts."""
+    return any(hasattr(t, "to_local") for t in types)
+
+
+def exists(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage has memory. A DTensor's and a fake tensor's have none."""
+    try:
+        return storage.device.type != "meta" and storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 class AllocatedBytes:

@@ -91,7 +91,7 @@ def _met_stages(exercise: Exercise, source: FromFile) -> Result:
     met = tuple(verdict.stage for verdict in report.verdicts if verdict.words is None)
     if report.first_wrong is None:
         return Result(exercise.name, "green", met)
-    return Result(exercise.name, "red", met, *report.first_wrong)
+    return Result(exercise.name, "red", met, *report.first_wrong[:2])
 
 
 def with_line(result: Result, path: Path, exercise: Exercise) -> Result:

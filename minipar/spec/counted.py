@@ -1,0 +1,161 @@
+"""Bytes and messages that a rank sends, through a Comm or through torch.distributed, counted in one place.
+
+A Comm counts its own messages as it posts them. Whatever else is sent reaches torch's dispatcher as an operator of `c10d`
+or `_c10d_functional`, whoever asks for it: a function of torch.distributed, DDP's reducer, FSDP, a DTensor, a functional
+collective. There it is seen, forward and backward. What the backend then does (gloo, NCCL) is not seen, so a collective
+counts as the messages of an algorithm by which it is often done:
+
+    all_reduce, reduce_scatter, all_gather   a ring: 2(p-1)/p of x, (p-1)/p of x, p-1 times the own chunk
+    broadcast, reduce                        a binomial tree
+    gather, scatter, all_to_all              one message for each part that leaves the rank
+    send                                     itself
+
+Not seen: threads that an implementation starts, symmetric memory, and sockets, files or shared memory of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minipar.comm import Comm
+from minipar.comm.transport.traffic import Traffic
+from minipar.support.chunks import chunk_sizes
+from minipar.support.live_bytes import has_wrappers
+
+Messages = list[tuple[int, int]]  # (rank in the group that it is sent to, bytes)
+KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+SENDS_NOTHING = re.compile(r"recv|barrier|wait_tensor|check_for_nan|wrap_tensor")
+IN_A_LIST = ("reduce_scatter_", "scatter_", "alltoall_")  # a tensor for each rank, not one that is cut
+COUNTS_AS = dict.fromkeys(KINDS[:3], "a ring") | {"broadcast": "a binomial tree", "reduce": "a binomial tree"}
+TORCHS = "torch's "  # begins the kind of what did not go through a Comm
+
+
+class Posted(TorchDispatchMode):
+    """Context manager that calls book(kind, messages, group) for each send and collective of torch.distributed.
+
+    Those by which a Comm sends its messages are left out.
+    """
+
+    def __init__(self, book: Callable[[str, Messages, dist.ProcessGroup], None]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._book = book
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if getattr(function, "namespace", "") in ("c10d", "_c10d_functional"):
+            given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
+            if not SENDS_NOTHING.search(function._opname) and not _is_of_a_comm():
+                group = _group(given)
+                kind, messages = sent_by(function._opname, given, group.rank(), group.size())
+                self._book(kind, messages, group)
+        return function(*args, **kwargs)
+
+
+def sent_by(name: str, given: Mapping[str, Any], rank: int, size: int) -> tuple[str, Messages]:
+    """Return the kind of an operator of torch.distributed, and the messages that `rank` of `size` sends for it.
+
+    Raises NotImplementedError for an operator that torch has had since.
+    """
+    right, root, xs = (rank + 1) % size, given.get("root_rank", given.get("src", 0)), _inputs(given)
+    plain = name.replace("_", "")
+    kind = next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), "send")
+    if name == "batch_p2p_ops":
+        sent = [(to, x.nbytes) for op, to, x in zip(given["op_list"], given["peer_list"], xs) if "send" in op]
+    elif name in ("send", "isend"):
+        sent = [(given["dst"], x.nbytes) for x in xs]
+    elif kind == "all_reduce":
+        chunks = [[n * x.itemsize for n in chunk_sizes(x.numel(), size)] for x in xs]
+        sent = [
+            (right, mine[(rank - step) % size])
+            for mine in chunks
+            for step in (*range(1, size), *range(size - 1))
+        ]
+    elif kind == "all_gather":
+        sent = [(right, x.nbytes) for x in xs for _ in range(size - 1)]
+    elif kind in ("broadcast", "reduce"):
+        up, down = _tree((rank - root) % size, size)
+        sent = [
+            ((root + place) % size, x.nbytes) for x in xs for place in (down if kind == "broadcast" else up)
+        ]
+    elif kind == "gather":
+        sent = [(root, x.nbytes) for x in xs if rank != root]
+    elif kind == "send":
+        raise NotImplementedError(
+            f"torch.distributed's {name} is not counted: minipar/spec/counted.py has no formula"
+        )
+    else:
+        parts = [xs] if name in IN_A_LIST else [x.split(_sizes(given, x, size)) for x in xs]
+        sent = [(to, part.nbytes) for mine in parts for to, part in enumerate(mine) if to != rank]
+        sent = [(right, num_bytes) for _, num_bytes in sent] if kind == "reduce_scatter" else sent
+    return kind, [(to, num_bytes) for to, num_bytes in sent if num_bytes]
+
+
+def counts_as(kind: str) -> str:
+    """Return the kind of what was sent, with the algorithm as which it counts: "torch's all_reduce as a ring"."""
+    algorithm = COUNTS_AS.get(kind.removeprefix(TORCHS))
+    return f"{kind} as {algorithm}" if algorithm else kind
+
+
+def _tree(place: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the places above (one, or none) and below a place of a binomial tree, of distances ..., 4, 2, 1."""
+    lowest = place & -place or size
+    distances = [1 << i for i in reversed(range(size.bit_length())) if 1 << i < lowest]
+    return [place - lowest] if place else [], [place + d for d in distances if place + d < size]
+
+
+def _inputs(given: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator sends, whatever it calls them."""
+    names = [name for name in given if name.startswith("input") and "split" not in name]
+    return tree_leaves(given[names[0]] if names else given.get("tensors", given.get("tensor")))
+
+
+def _sizes(given: Mapping[str, Any], x: Tensor, size: int) -> list[int]:
+    return given.get("input_split_sizes") or [len(x) // size] * size
+
+
+def _group(given: Mapping[str, Any]) -> Any:
+    group = given.get("process_group", given.get("group_name"))
+    if isinstance(group, str):
+        return torch._C._distributed_c10d._resolve_process_group(group)
+    return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
+def _is_of_a_comm() -> bool:
+    """Return whether a Comm is about to send a message, which it counts."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
+        frame = frame.f_back
+    return frame.f_globals["__name__"].startswith("minipar.comm.")
+
+
+@contextmanager
+def counted(world: Comm) -> Iterator[Traffic]:
+    """Count all that this rank sends inside, in the traffic of `world`, from zero."""
+    world.traffic.reset()
+    with Posted(
+        lambda kind, messages, _: world.traffic.book(
+            TORCHS + kind, sum(n for _, n in messages), len(messages)
+        )
+    ):
+        yield world.traffic
