@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
-from benchmarks.guide import routing, strategies, tuning, workloads
+from benchmarks.guide import foreign, routing, strategies, tuning, workloads
 
 PAGES = {
     "strategies.md": strategies.page,
     "workloads.md": workloads.page,
     "tuning.md": tuning.page,
     "routing.md": routing.page,
+    "foreign_code.md": foreign.page,
 }
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def _tree(world: Comm, broadcast: Implementation) -> str | None:
 def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | None:
     p, r = world.size, world.rank
     x = call.inputs(p)[r]
-    with recording_peers(world) as sent:
+    with recording_peers(world) as sent, counted(world):
         broadcast(world, x, call.root)
     if not x.numel():
         return None

@@ -9,8 +9,9 @@ They are said in the report. A specification names those that it knows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 CONVENTIONS = {
     "two ranks or more": "one rank alone is not asked",
@@ -24,17 +25,24 @@ CONVENTIONS = {
     "header": "a few bytes more may go to each neighbour",
 }
 ALWAYS = ("two ranks or more", "in place")  # every specification knows them
-Made = TypeVar("Made", bound=Callable[..., Any])
 
 
-def conventions(*names: str) -> Callable[[Made], Made]:
+def conventions(*names: str) -> Callable[[Any], Any]:
     """Return a decorator that states these conventions. Raises ValueError for one that there is not."""
     if unknown := [name for name in names if name not in CONVENTIONS]:
         raise ValueError(f"conventions={unknown[0]!r}: there are {', '.join(CONVENTIONS)}")
 
-    def state(implementation: Made) -> Made:
-        implementation.conventions = names  # type: ignore[attr-defined]
-        return implementation
+    def state(implementation: Any) -> Any:
+        # Another function or class, with which what is stated goes to the ranks.
+        if isinstance(implementation, type):
+            return type(
+                implementation.__name__,
+                (implementation,),
+                {"conventions": names, "__module__": implementation.__module__},
+            )
+        stating = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
+        stating.conventions = names
+        return stating
 
     return state
 

@@ -135,7 +135,7 @@ class Asked:
         x = self.mine[next(iter(self.leaves))]
         alike = x.shape == outs[0].shape and x.dtype == outs[0].dtype
         self.residual = (
-            residual and alike and not self.kind.nan
+            residual and alike and not self.kind.nan and not self.partial
         )  # it would bring the nan of dy by another way
         if self.residual:
             outs[0] = outs[0] + x
@@ -150,20 +150,21 @@ class Asked:
         r = self.world.rank
         for name in [*list(self.leaves)[1:], next(iter(self.leaves))]:  # that of x after those of weights
             got, leaves = self.mine[name].grad, self.leaves[name]
-            if name in self.question.summands or (self.partial and name in wholes(self.given)):
-                got = self.world.all_reduce(
-                    torch.zeros_like(self.mine[name]) if got is None else got.contiguous()
-                )
+            added = None
+            if name in self.question.summands or name in wholes(self.given):
+                mine = torch.zeros_like(self.mine[name]) if got is None else got.contiguous()
+                added = self.world.all_reduce(mine)
+                got = added if name in self.question.summands or self.partial else got
             wants = [grad_of(x) for x in leaves]
             if self.residual and name == next(iter(self.leaves)):
                 wants[r] = wants[r] + self.dy
             what = f"rank {r}: the gradient of {name} {self.what}".rstrip()
             if words := self._mismatch(what, got, wants):
-                return words + self._cause(got, wants[r])
+                return words + self._cause(got, wants[r], added)
         return None
 
-    def _cause(self, got: Any, want: Tensor) -> str:
-        """Name the usual mistake that gives this gradient, if one does."""
+    def _cause(self, got: Any, want: Tensor, added: Tensor | None) -> str:
+        """Name the usual mistake that gives this gradient, if one does. `added`: the ranks' gradients, of what all hold."""
         p, r = self.world.size, self.world.rank
         if p == 1 or not isinstance(got, Tensor) or self.residual:
             return ""
@@ -173,6 +174,8 @@ class Asked:
         ]
         if any(self.kind.mismatch("", got, dy) is None for dy in own):
             return ": it is this rank's dy alone; the other ranks' parts are missing"
+        if added is not None and self.kind.mismatch("", added, want) is None:
+            return ": it is this rank's summand; the gradients of all ranks add up to it, and are not added"
         same = all(y[0] is self.answers[0][0] for y in self.answers)
         summed = same and self.kind.mismatch("", got, p * want) is None
         return ": it is summed over ranks, but each rank's dy is complete" if summed else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.guide import routing, tuning
+from benchmarks.guide import foreign, routing, tuning
 from benchmarks.guide import strategies as map_of
 from benchmarks.guide import workloads as jobs
 from benchmarks.guide.strategies import part_text, strategies
@@ -267,3 +267,41 @@ def test_a_measurement_of_two_settings():
     assert sent_as_predicted(runs)
     assert not sent_as_predicted([run._replace(kilobytes=2 * run.kilobytes) for run in runs])
     assert runs[0].loss == runs[1].loss  # equal settings are trained once
+
+
+# Foreign code ----------------------------------------------------------------------------------------------------------
+
+FOREIGN = (DOCS / "foreign_code.md").read_text(encoding="utf-8")
+SAME_TORCH = pytest.mark.skipif(
+    f"torch {foreign.TORCH} " not in FOREIGN, reason="the page is of another torch"
+)
+ADAPTERS = {f"{one.specification} in {one.file}": one for one in foreign.adapters()}
+
+
+@SAME_TORCH
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    len(ADAPTERS) < len(foreign.adapters(installed=False)), reason="an adapter's package is not installed"
+)
+def test_the_page_of_foreign_code_is_what_the_judges_say():
+    assert foreign.page() == FOREIGN, RENEW
+
+
+@SAME_TORCH
+@pytest.mark.parametrize("name", ["broadcast in collectives", "global_loss in loss", "attention in megatron"])
+def test_a_row_of_foreign_code_is_what_the_judges_say(name):
+    row, said = foreign.row(ADAPTERS[name])
+    assert row in FOREIGN, RENEW
+    assert said in FOREIGN, RENEW
+
+
+@pytest.mark.parametrize("case", foreign.CASES, ids=lambda case: case.what)
+def test_ddp_differs_from_one_process_as_the_page_says(case):
+    found = foreign.gap(case)
+    assert f"| {case.what} | {foreign.in_words(found)} | {case.why} |" in FOREIGN, RENEW
+    assert (found < 1e-9) == case.equal
+
+
+def test_each_adapter_that_is_a_file_is_on_the_page():
+    assert {one.path for one in ADAPTERS.values()} <= set(foreign.FOLDER.glob("*.py"))
+    assert all(f"../adapters/{file.name}" in FOREIGN for file in foreign.FOLDER.glob("*.py"))

@@ -1,0 +1,137 @@
+"""Conventions are stated by an implementation, not held against it, and said; what no convention excuses is red."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minipar.spec import SPECIFICATIONS, check, conventions
+from minipar.spec.convention import CONVENTIONS
+
+
+def group_of(comm):
+    return comm.process_group()
+
+
+def summed(comm, x):
+    y = x.clone()
+    dist.all_reduce(y, group=group_of(comm))
+    return y
+
+
+def in_place(comm, x):
+    dist.all_reduce(x, group=group_of(comm))
+    return x
+
+
+def equal_parts(comm, x):
+    own = x.new_empty(len(x) // comm.size, *x.shape[1:])
+    dist.reduce_scatter_tensor(own, x.contiguous(), group=group_of(comm))
+    return own
+
+
+def to_the_next(comm, x):
+    y = torch.empty_like(x)
+    for message in dist.batch_isend_irecv(
+        [
+            dist.P2POp(
+                dist.isend, x.contiguous(), group_peer=(comm.rank + 1) % comm.size, group=group_of(comm)
+            ),
+            dist.P2POp(dist.irecv, y, group_peer=(comm.rank - 1) % comm.size, group=group_of(comm)),
+        ]
+    ):
+        message.wait()
+    return y
+
+
+def along_a_line(comm, x, root):
+    place = (comm.rank - root) % comm.size
+    y = x.clone() if place == 0 else comm.recv(x.shape, x.dtype, (comm.rank - 1) % comm.size)
+    if place < comm.size - 1:
+        comm.send(y, (comm.rank + 1) % comm.size)
+    return y
+
+
+def own_mean(comm, logits, targets):
+    return F.cross_entropy(logits, targets) / comm.size
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        return summed(comm, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def without_f(comm, x, gate, up, down):
+    return ReduceFromRanks.apply(F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down), comm)
+
+
+STATED = {
+    "in place": ("all_reduce", in_place, "was written to"),
+    "equal lengths": ("reduce_scatter", equal_parts, "raised RuntimeError"),
+    "two ranks or more": ("shift", to_the_next, "on one rank"),
+    "any tree": ("broadcast", along_a_line, "the last rank gets it in round 3; a tree takes 2 rounds"),
+    "mean of means": ("global_loss", own_mean, "each rank divides by its own number of tokens"),
+    "partial gradients": ("mlp", without_f, "the gradient of x .* add up to it"),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("convention", STATED)
+def test_a_convention_is_said_and_not_held_against_anybody(convention):
+    name, implementation, _ = STATED[convention]
+    stated = conventions(convention)(lambda *args: implementation(*args))
+    report = check(name, stated)
+    assert report.ok, str(report)
+    assert f"by convention: {convention}" in str(report)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("convention", STATED)
+def test_what_is_not_stated_is_held_against_an_implementation(convention):
+    name, implementation, words = STATED[convention]
+    report = check(name, implementation)
+    assert report.first_wrong is not None, "it was called right"
+    assert re.search(words, report.first_wrong.words), str(report)
+
+
+@pytest.mark.parametrize("convention", ["in place", "two ranks or more"])
+def test_a_convention_excuses_nothing_else(convention):
+    report = check("all_reduce", conventions(convention)(lambda comm, x: x.clone()), ["small"])
+    assert "the part of rank 1 is missing" in str(report)
+
+
+def test_a_convention_that_there_is_not_is_refused():
+    with pytest.raises(
+        ValueError, match="conventions='unequal lengths': there are two ranks or more, in place"
+    ):
+        conventions("unequal lengths")
+
+
+def test_a_convention_that_a_specification_does_not_know_is_refused():
+    with pytest.raises(
+        ValueError, match="conventions='any tree' is unknown to all_reduce, which knows two ranks"
+    ):
+        check("all_reduce", conventions("any tree")(summed), ["runs"])
+
+
+def test_each_convention_is_known_to_a_specification_and_said_by_it():
+    for name, words in CONVENTIONS.items():
+        assert any(f"{name} ({words})" in one.words for one in SPECIFICATIONS.values() if name in one.words)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "found"),
+    [(lambda x: x, "<lambda>(x)"), (lambda comm, x, out: x, "<lambda>(comm, x, out)")],
+)
+def test_a_wrong_signature_is_said_beside_the_one_asked(implementation, found):
+    words = check("all_reduce", implementation).first_wrong.words
+    assert f"its signature is {found}: " in words
+    assert words.endswith("; asked is all_reduce(comm, x)")
+    assert "\n" not in words
