@@ -77,6 +77,7 @@ def gather(docs: Path) -> list:
                 {"A run, tuned": "tuning.md"},
                 {"A router's options": "routing.md"},
                 {"Claims, computed": "claims.md"},
+                {"Foreign code, judged": "foreign_code.md"},
             ]
         },
         {
