@@ -159,6 +159,7 @@ def reserved_faults(nodes, imports, path: Path):
             "minipar/simple/comm.py",
             "minipar/simple/launch.py",
             "minipar/spec/own_comm.py",
+            "minipar/spec/counted.py",
             "minipar/extras/checkpoints/",
             "minipar/learn/exercises/stubs/project/comm.py",
         ),

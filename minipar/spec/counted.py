@@ -32,7 +32,7 @@ from minipar.comm.transport.traffic import Traffic
 from minipar.support.chunks import chunk_sizes
 from minipar.support.live_bytes import has_wrappers
 
-Messages = list[tuple[int, int]]  # (rank in the group that it is sent to, bytes)
+Messages = list[tuple[int, int]]  # (rank that it is sent to, bytes)
 KINDS = (
     "all_reduce",
     "reduce_scatter",
@@ -50,12 +50,12 @@ TORCHS = "torch's "  # begins the kind of what did not go through a Comm
 
 
 class Posted(TorchDispatchMode):
-    """Context manager that calls book(kind, messages, group) for each send and collective of torch.distributed.
+    """Context manager that calls book(kind, messages to world ranks) for each send and collective of torch.distributed.
 
     Those by which a Comm sends its messages are left out.
     """
 
-    def __init__(self, book: Callable[[str, Messages, dist.ProcessGroup], None]):
+    def __init__(self, book: Callable[[str, Messages], None]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._book = book
 
@@ -68,7 +68,8 @@ class Posted(TorchDispatchMode):
             if not SENDS_NOTHING.search(function._opname) and not _is_of_a_comm():
                 group = _group(given)
                 kind, messages = sent_by(function._opname, given, group.rank(), group.size())
-                self._book(kind, messages, group)
+                ranks = dist.get_process_group_ranks(group)
+                self._book(kind, [(ranks[to], num_bytes) for to, num_bytes in messages])
         return function(*args, **kwargs)
 
 
@@ -154,8 +155,6 @@ def counted(world: Comm) -> Iterator[Traffic]:
     """Count all that this rank sends inside, in the traffic of `world`, from zero."""
     world.traffic.reset()
     with Posted(
-        lambda kind, messages, _: world.traffic.book(
-            TORCHS + kind, sum(n for _, n in messages), len(messages)
-        )
+        lambda kind, messages: world.traffic.book(TORCHS + kind, sum(n for _, n in messages), len(messages))
     ):
         yield world.traffic

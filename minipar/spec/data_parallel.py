@@ -50,7 +50,7 @@ def _overlaps(world: Comm, make: Implementation) -> str | None:
     for _ in range(2):  # buckets may be made in the first backward
         net.zero_grad()
         events.clear()
-        with Posted(lambda kind, messages, _: events.append(("launch", sum(n for _, n in messages)))):
+        with Posted(lambda kind, messages: events.append(("launch", sum(n for _, n in messages)))):
             loss_of(wrapped(samples(world.rank, 0, 20))).backward()
         gradients_come = len(events)
         getattr(wrapped, "finish_gradients", lambda: None)()
