@@ -31,12 +31,14 @@ def why_gradient(
     rank: int,
     got: Mapping[int, Tensor | None],
     want: Mapping[int, Tensor],
-    norms: tuple[float, float],
+    norms: tuple[float, float, float],
+    before: Tensor | None,
 ) -> str:
     """Say how a rank's gradient comes from the right one; "" if it is neither a part of it nor a multiple.
 
     got, want  of one parameter, on every rank that holds a part of it
-    norms      of all of this rank's gradients, and of all of one process's
+    norms      of this rank's gradients, of the same parts of one process's, and of all of one process's
+    before     this rank's gradient in the step before
     """
     mine, right = got[rank], want[rank]
     if mine is None:
@@ -48,9 +50,7 @@ def why_gradient(
             continue
         if all(_near(x, mine) for x in others):
             continue  # a multiple, if anything
-        sides = torch.stack([x.flatten() for x in others], 1)
-        shares = torch.linalg.lstsq(sides, right.double().flatten()[:, None]).solution.flatten()
-        if right.numel() < 2 * len(ranks) or not _near((sides @ shares).view(right.shape), right):
+        if (shares := _shares(others, right)) is None:
             continue
         if _near(shares, torch.ones(len(ranks))):
             return (
@@ -63,15 +63,35 @@ def why_gradient(
     square = (right.double() ** 2).sum().item()
     times = (mine.double() * right.double()).sum().item() / square if square else math.nan
     if not _near(mine, right * times):
+        if (
+            before is not None
+            and (shares := _shares([right, before], mine)) is not None
+            and shares[1].abs() > ALIKE
+        ):
+            return "the gradient of the step before is still in it: is zero_grad called?"
         return ""
     for axes, ranks in groups_of(mesh, rank):
         if abs(times - len(ranks)) < ALIKE:
             return f"{len(ranks)} times the right one: summed over {axes}, where the mean is meant"
         if abs(times * len(ranks) - 1) < ALIKE:
             return f"1/{len(ranks)} of the right one: divided by the size of {axes} once too often"
-    if math.isclose(*norms, rel_tol=ALIKE):
-        return f"{times:.4g} times the right one: clipped by the norm of this rank's part, not of the whole"
-    return f"{times:.4g} times the right one, entry by entry"
+    got_norm, own_norm, whole_norm = norms
+    factor = (
+        f"{times:.9g} times the right one" if abs(times - 1) < ALIKE else f"{times:.4g} times the right one"
+    )
+    if not math.isclose(got_norm, whole_norm, rel_tol=ALIKE):
+        return f"{factor}, entry by entry"
+    if own_norm < whole_norm * (1 - ALIKE):
+        return f"{factor}: clipped by the norm of this rank's part, not of the whole"
+    return f"{factor}: clipped to the right norm, from another scale or beside other gradients that differ"
+
+
+def _shares(parts: Sequence[Tensor], whole: Tensor) -> Tensor | None:
+    """Return by what the parts are multiplied in the sum that is the whole; None if it is no such sum."""
+    sides = torch.stack([x.double().flatten() for x in parts], 1)
+    shares = torch.linalg.lstsq(sides, whole.double().flatten()[:, None]).solution.flatten()
+    told = whole.numel() >= 2 * len(parts)  # fewer equations than that have a solution by chance
+    return shares if told and _near((sides @ shares).view(whole.shape), whole) else None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -88,17 +108,22 @@ def _near(a: Tensor, b: Tensor) -> bool:
 def why_step(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) -> Iterator[str]:
     """Yield what ranks do in this step that they shouldn't: wrong samples, other random numbers, statistics of a part."""
     yield from _samples(mesh, one, ranks, step)
+    for axes, (first, second) in _pairs(mesh, ("dp",)):
+        uses = {rank: ranks[rank].steps[step].used for rank in (first, second)}
+        for has, lacks in ((first, second), (second, first)):
+            if lacking := sorted((uses[has] - uses[lacks]) & one.steps[step].used):
+                yield f"{', '.join(lacking)} gets a gradient on rank {has}, and none on rank {lacks} ({axes})"
+                return
     if one.steps[step].drew:
         for axes, pair in _pairs(mesh, ("tp",)):
-            a, b = (ranks[r].steps[step].generator for r in pair)
-            if a != b:
+            if len({ranks[r].steps[step].generator for r in pair}) > 1:
                 yield f"ranks {_listed(pair)} ({axes}) draw other random numbers: their dropout masks differ"
         yield (
             "the step draws from torch's generator, so that its masks depend on the mesh; verify without dropout, or with "
             "masks by position"
         )
-    if mesh.sizes["dp"] > 1 and one.batch_norm:
-        yield f"{one.batch_norm[0]}, a BatchNorm in training mode, normalises by its own rank's rows"
+    if mesh.sizes["dp"] > 1 and (norms := one.batch_norm or ranks[0].batch_norm):
+        yield f"{norms[0]}, a BatchNorm in training mode, normalises by its own rank's rows"
 
 
 def _samples(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) -> Iterator[str]:
@@ -126,9 +151,17 @@ def _samples(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) ->
     if missing := len(set(batch) - union):
         yield f"{missing} of {len(batch)} samples of one process's batch reach no rank"
         return
-    counts = [len(ranks[r].steps[step].samples) for r in firsts]
+
+
+def why_sum(ranks: Sequence[Recorded], step: int) -> str:
+    """Return what may be wrong where samples are right and nothing else is known: how ranks' losses are put together."""
+    counts = [len(seen.samples) for r in ranks if (seen := r.steps[step]).samples]
     if len(set(counts)) > 1:
-        yield f"ranks train on {min(counts)} to {max(counts)} samples: a mean of their means is not the mean of all"
+        return f"ranks train on {min(counts)} to {max(counts)} samples: the mean of their means is not the mean of all"
+    return (
+        "no multiple and no part of the right one: a mean of the ranks' means, where their counts of tokens differ? a clip "
+        "before the average? a sum that the backward lacks?"
+    )
 
 
 def _pairs(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.mesh import Mesh
 from minipar.train.reference import known
-from minipar.train.verification.own_training.causes import why_gradient, why_step
+from minipar.train.verification.own_training.causes import why_gradient, why_step, why_sum
 from minipar.train.verification.own_training.parts import Part, parts_of
 from minipar.train.verification.own_training.watch import Held, Interrupted, Recorded, Tensors
 from minipar.train.verification.verify import Row
@@ -50,8 +50,12 @@ class TrainingVerification(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{'':24}{'tensors':>8}  {'difference':>10}  where it is largest"]
         first = self.first_divergence
-        # The rest follows from the first.
-        shown = self.rows if first is None else self.rows[: self.rows.index(first) + 1]
+        shown, causes = list(self.rows), []
+        if first is not None:  # what comes later follows from it, but a loss's gradients say more
+            end = self.rows.index(first)
+            end += first.what.startswith("loss") and self.rows[end + 1].what.startswith("gradients")
+            shown = shown[: end + 1]
+            causes = [cause for row in shown if not row.equal for cause in row.place.split("\n") if cause]
         for row in shown:
             mark = "" if row.equal else "   <-- DIVERGES"
             where = f"{row.worst}, rank {row.rank}" if row.tensors else row.worst
@@ -60,7 +64,7 @@ class TrainingVerification(NamedTuple):
         lines += [f"WRONG: {fault}" for fault in self.faults]
         if first is not None:
             lines.append(f"{self.mesh} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}")
-            lines += [f"  {cause}" for cause in first.place.split("\n") if cause]
+            lines += [f"  {cause}" for cause in dict.fromkeys(causes)]
         elif not self.faults:
             lines.append(f"{self.mesh}: the numbers of one process")
         return "\n".join(lines)
@@ -103,6 +107,9 @@ class _Judge:
             "initial weights", [r.initial for r in self._ranks], run.initial, nudged.initial
         )
         yield self._covered(initial)
+        if run.buffers:
+            held = [r.buffers for r in self._ranks]
+            yield self._tensors("initial buffers", held, run.buffers, nudged.buffers)
         for number, step in enumerate(run.steps):
             theirs, after = [r.steps[number] for r in self._ranks], nudged.steps[number]
             if (row := self._loss(number, [s.loss for s in theirs], step.loss, after.loss)) is not None:
@@ -118,7 +125,7 @@ class _Judge:
                 held = [getattr(s, what) for s in theirs]
                 want, moved = getattr(step, what), getattr(after, what)
                 if want or what != "buffers":
-                    row = self._tensors(f"{what}, step {number}", held, want, moved)
+                    row = self._tensors(f"{what}, step {number}", held, want, moved, number)
                     yield self._explained(row, number)
 
     def faults(self) -> Iterator[str]:
@@ -146,7 +153,7 @@ class _Judge:
         if self._one.sums and not run.untrained:
             yield "gradients of earlier steps are added to those of later ones: is zero_grad called?"
 
-    def _tensors(self, what: str, held: list[Tensors], want: Tensors, moved: Tensors) -> Row:
+    def _tensors(self, what: str, held: list[Tensors], want: Tensors, moved: Tensors, number: int = 0) -> Row:
         """Compare every rank's parts with one process's tensors. The words say how many differ, and why the worst does."""
         wholes, changed = _whole(want), _whole(moved)
         largest = max((_size(x) for x in wholes.values()), default=0.0)
@@ -169,10 +176,14 @@ class _Judge:
         apart, rank = max(wrong[name])
         words = [] if len(wrong) == 1 else [f"{len(wrong)} tensors differ: {_some(list(wrong))}"]
         if what.startswith("gradients"):
-            words.append(self._why_gradient(held, name, rank, wholes))
+            words.append(self._why_gradient(held, name, rank, wholes, number))
         elif what.startswith("initial"):
             words.append(
                 "it is no part of one process's: is the seed, the cut or the order of construction another?"
+            )
+        elif what.startswith("weights"):
+            words.append(
+                "its gradient was right: are the optimizer's state, groups, weight decay or rate others?"
             )
         return Row(what, count, apart, name, rank, False, "\n".join(words))
 
@@ -204,19 +215,26 @@ class _Judge:
             return row._replace(difference=math.inf, worst=missing[0], rank=0, equal=False, place=why)
         return row
 
-    def _why_gradient(self, held: list[Tensors], name: str, rank: int, wholes: Whole) -> str:
+    def _why_gradient(self, held: list[Tensors], name: str, rank: int, wholes: Whole, number: int) -> str:
         got: dict[int, Tensor | None] = {}
         want: dict[int, Tensor] = {}
-        local = 0.0
+        before = None
+        mine: list[Tensor] = []
+        rights: list[Tensor] = []
         for r, (tensors, parts) in enumerate(zip(held, self._parts)):
             for own, one in tensors.items():
-                part, value = self._part(parts, own, one, wholes), one.value
-                if part is not None and part.name == name:
-                    got[r], want[r] = value, part.cut(wholes[name])
-                if r == rank and value is not None:
-                    local += (value.double() ** 2).sum().item()
-        whole = sum((x.double() ** 2).sum().item() for x in wholes.values())
-        return why_gradient(self._mesh, rank, got, want, (math.sqrt(local), math.sqrt(whole)))
+                part = self._part(parts, own, one, wholes)
+                if part is None or part.name not in wholes:
+                    continue
+                if r == rank and one.value is not None:
+                    mine.append(one.value)
+                    rights.append(part.cut(wholes[part.name]))
+                if part.name == name:
+                    got[r], want[r] = one.value, part.cut(wholes[name])
+                    if r == rank and number:
+                        before = self._ranks[r].steps[number - 1].gradients[own].value
+        norms = (_norm(mine), _norm(rights), _norm(wholes.values()))
+        return why_gradient(self._mesh, rank, got, want, norms, before)
 
     def _loss(
         self, number: int, by_rank: list[float | None], want: float | None, moved: float | None
@@ -261,11 +279,8 @@ class _Judge:
             return row
         causes = list(why_step(self._mesh, self._one.run, self._ranks, step))
         words = [*causes, *filter(None, row.place.split("\n"))]
-        if row.what.startswith("gradients") and not causes and not any(": " in w for w in words[-1:]):
-            words.append(
-                "no multiple and no part of the right one: a mean of the ranks' means, where their counts differ? dropout? "
-                "a sum that the backward lacks?"
-            )
+        if row.what.startswith("gradients") and not causes and not row.place.split("\n")[-1]:
+            words.append(why_sum(self._ranks, step))
         return row._replace(place="\n".join(words))
 
 
@@ -303,6 +318,10 @@ def _name(mesh: Mesh) -> str:
 
 def _size(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum((x.double() ** 2).sum().item() for x in tensors))
 
 
 def _listed(rates: set[float]) -> str:

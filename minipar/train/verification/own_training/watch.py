@@ -8,7 +8,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class Step(NamedTuple):
     gradients   as they were when an optimizer first stepped, clipped and all
     rates       the learning rates of the optimizers' groups at that moment
     samples     a digest of each row of the model's input
+    used        the parameters to which a backward has added a gradient
     generator   a digest of torch's generator before the step; `drew` tells whether the step used it
     """
 
@@ -59,6 +60,7 @@ class Step(NamedTuple):
     weights: Tensors
     buffers: Tensors
     samples: list[bytes]
+    used: set[str]
     generator: bytes
     drew: bool
 
@@ -66,7 +68,7 @@ class Step(NamedTuple):
 class Recorded(NamedTuple):
     """A training on one rank.
 
-    initial    the weights after `setup`
+    initial    the weights after `setup`, and `buffers` the buffers
     trained    the parameters that an optimizer holds, and `untrained` those with gradients that no optimizer holds
     strangers  how many parameters the optimizers hold that are not the model's
     idle       the learning rate schedules that were never stepped
@@ -75,6 +77,7 @@ class Recorded(NamedTuple):
     """
 
     initial: Tensors
+    buffers: Tensors
     steps: list[Step]
     trained: list[str]
     untrained: list[str]
@@ -112,6 +115,10 @@ class Training:
         self.samples: list[bytes] = []
         for module in self.models:
             module.register_forward_pre_hook(self._see_samples, with_kwargs=True)
+        self._used: set[str] = set()
+        for name, p in _named(self.models, "named_parameters"):
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._see_use, name))
         self._gradients: Tensors = {}
         self._rates: set[float] = set()
         for optimizer in self.optimizers:
@@ -121,6 +128,7 @@ class Training:
         """Train one step."""
         self._gradients, self._rates, self._stepped = {}, set(), False
         self.samples.clear()
+        self._used.clear()
         before = digest(torch.get_rng_state())
         with self._told(f"step({number})"):
             loss = self._step(number) if self._takes_number else self._step()
@@ -131,21 +139,23 @@ class Training:
         if not self._stepped and self.optimizers:
             raise ValueError(f"step({number}) called no optimizer's step")
         drew = digest(torch.get_rng_state()) != before
-        buffers = {name: _seen(b, b) for name, b in _named(self.models, "named_buffers")}
         return Step(
-            None if loss is None else float(loss), self._gradients, self._rates, self.weights(), buffers,
-            list(self.samples), before, drew,
+            None if loss is None else float(loss), self._gradients, self._rates, self.weights(), self.buffers(),
+            list(self.samples), set(self._used), before, drew,
         )  # fmt: skip
 
     def weights(self) -> Tensors:
         with _whole_units(self.models):
             return {name: _seen(p, p) for name, p in _named(self.models, "named_parameters")}
 
+    def buffers(self) -> Tensors:
+        return {name: _seen(b, b) for name, b in _named(self.models, "named_buffers")}
+
     def forget_gradients(self) -> None:
         for model in self.models:
             model.zero_grad(set_to_none=True)
 
-    def recorded(self, initial: Tensors, steps: list[Step]) -> Recorded:
+    def recorded(self, initial: Tensors, buffers: Tensors, steps: list[Step]) -> Recorded:
         params = dict(_named(self.models, "named_parameters"))
         held = {id(p) for o in self.optimizers for p in _params(o)}
         known = {id(p) for p in params.values()}
@@ -165,6 +175,7 @@ class Training:
         ]
         return Recorded(
             initial,
+            buffers,
             steps,
             [name for name, p in params.items() if id(p) in held],
             [name for name, p in params.items() if id(p) not in held and name in with_gradient],
@@ -195,6 +206,9 @@ class Training:
             for name, p in _named(self.models, "named_parameters"):
                 if first or id(p) in own:
                     self._gradients[name] = _seen(p, p.grad)
+
+    def _see_use(self, name: str, param: Tensor) -> None:
+        self._used.add(name)
 
     def _see_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
@@ -234,12 +248,12 @@ def record(
                 for p in model.parameters():
                     if p.is_floating_point():
                         p.mul_(1 + torch.finfo(p.dtype).eps)
-    initial, seen = training.weights(), []
+    initial, buffers, seen = training.weights(), training.buffers(), []
     for number in range(steps):
         if forget:
             training.forget_gradients()
         seen.append(training.step(number))
-    return training.recorded(initial, seen)
+    return training.recorded(initial, buffers, seen)
 
 
 def interrupted(
