@@ -216,6 +216,8 @@ class _Judge:
         return row
 
     def _why_gradient(self, held: list[Tensors], name: str, rank: int, wholes: Whole, number: int) -> str:
+        if name not in wholes:
+            return "it has a gradient, and none in one process: is it frozen there alone?"
         got: dict[int, Tensor | None] = {}
         want: dict[int, Tensor] = {}
         before = None

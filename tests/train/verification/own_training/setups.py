@@ -322,7 +322,7 @@ WRONG = {  # mesh, training, and words of the verdict
     "a mean of means": (
         DP,
         partial(train, after=averaged, part=in_parts),
-        "ranks train on 2 to 6 samples: a mean of their means is not the mean of all",
+        "ranks train on 2 to 6 samples: the mean of their means is not the mean of all",
     ),
     "an optimizer of before": (
         DP,
