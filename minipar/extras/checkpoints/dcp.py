@@ -48,6 +48,7 @@ from minipar.support.errors import one_of
 T = TypeVar("T")
 # Key in the checkpoint -> the part that this rank holds, and its values.
 Parts = Mapping[str, tuple[Placement, Tensor]]
+METADATA = ".metadata"  # torch's name of the file that is written last, and makes a folder a checkpoint
 
 
 def parameter_parts(module: nn.Module) -> dict[str, tuple[Placement, Tensor]]:
@@ -117,9 +118,15 @@ def load_optimizer(folder: str | Path, optimizer: OptimizerInterface | torch.opt
 def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:
     """Write a checkpoint in DCP's format. Each rank of `comm` writes its own parts; `comm=None` means a single process.
 
+    A checkpoint that the folder has is no longer one as soon as this begins: save to another folder to keep it.
     Parts that several ranks hold are written by one of them, so each element is written once. Sends the plans and, at the
     end, the location of each box in the files, but no tensor values.
     """
+    if comm is None or comm.rank == 0:
+        # The metadata of an older checkpoint would describe what an interrupted save leaves.
+        (Path(folder) / METADATA).unlink(missing_ok=True)
+    if comm is not None:
+        comm.barrier()
     writer, planner = FileSystemWriter(str(folder)), _SavePlanner(False, False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=comm is None or comm.rank == 0)

@@ -1,6 +1,7 @@
 """Checkpoints in torch's distributed format: from any mesh to any other, bit for bit, ours to torch's and back."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -94,6 +96,70 @@ def test_any_mesh_reads_what_any_mesh_wrote_bit_for_bit(tmp_path_factory, there,
             assert torch.equal(placement.slice_of(full[key]), values)
     if how[0] == "zero":
         assert any(key.endswith(".exp_avg_sq") for key in full)
+
+
+class _FullError(Exception):
+    """The error of a disk that is full after some boxes."""
+
+
+def overwritten(folder):
+    """Save ones, begin to save twos over them, and save threes; return what can be read after each."""
+    layer = nn.Linear(4, 4)
+    place_whole(layer)
+    parts, seen = dcp.parameter_parts(layer), []
+
+    def save(value):
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(value)
+        dcp.save(folder, parts)
+
+    def stored():
+        into = {key: (placement, torch.zeros_like(x)) for key, (placement, x) in parts.items()}
+        try:
+            dcp.load(folder, into)
+        except (FileNotFoundError, ValueError) as error:
+            return type(error).__name__
+        return {x.unique().item() for _, x in into.values()}
+
+    def full(planner, item):
+        if item.index.fqn == "bias":
+            raise _FullError
+        return resolve(planner, item)
+
+    resolve = dcp._SavePlanner.resolve_data
+    save(1.0)
+    seen.append(stored())
+    dcp._SavePlanner.resolve_data = full
+    try:
+        save(2.0)
+    except (_FullError, CheckpointException):
+        seen.append(stored())
+    finally:
+        dcp._SavePlanner.resolve_data = resolve
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(3.0)
+    return [*seen, stored()]
+
+
+def test_an_interrupted_save_is_not_read_as_a_checkpoint(tmp_path):
+    """Were the old metadata still there, they would point at new values, or at none."""
+    assert overwritten(tmp_path) == [{1.0}, "FileNotFoundError", {3.0}]
+
+
+def overwritten_by_all(world, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in (0, 1):
+            parts = whole(dcp.parameter_parts(sharded(world, {"dp": 2}, "fsdp", seed)[0]))
+            dcp.save(folder, parts, world)
+    dcp.load(folder, into := {key: (p, torch.zeros_like(x)) for key, (p, x) in parts.items()})
+    return all(torch.equal(into[key][1], x) for key, (_, x) in parts.items())
+
+
+def test_a_save_over_another_one_is_the_newer_one(tmp_path):
+    assert minipar.run(overwritten_by_all, tmp_path, world_size=2) == [True, True]
 
 
 def on_four_ranks_of_torch(function, *arguments):

@@ -1,8 +1,8 @@
 """A training script for one process, and the ways to split its work over ranks, each a class with what it changes.
 
 `setup(world, mesh)` returns (model, optimizer, step): the model as the script calls it, and `step(k)`, which trains on
-batch k and returns the loss of the whole batch. `world` is None in one process. torch's wrappers and plain calls use torch's
-default group, which must be of the world's ranks. All is in float64.
+batch k and returns the loss of the whole batch. `world` is None in one process. torch's wrappers and plain calls use
+torch's default group, which must be of the world's ranks. All is in float64.
 """
 
 from __future__ import annotations
