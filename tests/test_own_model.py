@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -44,8 +45,13 @@ def losses(out: str) -> list[float]:
     return [loss for of_rank in lists for loss in of_rank if loss is not None]
 
 
+@cache
+def losses_of(script: str) -> list[float]:
+    return losses(printed(script))
+
+
 def require_losses(out: str, rtol: float = 1e-10, of_script: str = SCRIPT) -> None:
-    want = losses(printed(of_script))
+    want = losses_of(of_script)
     assert want[-1] < 0.9 * want[0]
     got = losses(out)
     assert len(got) % len(want) == 0
@@ -77,6 +83,7 @@ def test_mixed_precision_is_near_the_script(number):
     require_losses(printed(program("Mixed precision", number=number)), rtol=0.02)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("section", EXACT[:4])
 def test_autocast_is_near_the_script(section):
     source = program(section)
@@ -134,6 +141,7 @@ def test_one_file_is_a_state_dict_of_the_script(tmp_path, monkeypatch):
             assert_equal_to(stored[name], value, 1e-8, 1e-8, what=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("who", ["minipar, FSDP", "minipar, tensor parallelism"])
 def test_hugging_faces_llama_has_the_losses_of_one_process(who):
     pytest.importorskip("transformers")
