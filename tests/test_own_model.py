@@ -69,6 +69,43 @@ def test_every_strategy_has_the_losses_of_the_script(section):
     require_losses(printed(program(section)))
 
 
+ON_TOP = {
+    "DDP": (
+        ("Pipeline([stage],", 'Pipeline([minipar.DDP(stage, mesh.comm("dp"))],'),
+        ("        loss = pipeline.step(", "        loss = pipeline.step("),
+    ),
+    "ZeRO-1": (
+        (
+            "torch.optim.AdamW(stage.parameters(), lr=0.01)",
+            'minipar.ZeroOptimizer(stage.named_parameters(), torch.optim.AdamW, mesh.comm("dp"), lr=0.01)',
+        ),
+        (
+            "        loss = pipeline.step(",
+            "        with optimizer.no_sync():\n            loss = pipeline.step(",
+        ),
+        ("clip_grad_norm_(stage.parameters()", "clip_grad_norm_(optimizer.shards"),
+        ("        minipar.clip", "        optimizer.synchronize()\n        minipar.clip"),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", ON_TOP)
+def test_data_parallelism_goes_on_top_of_pipelines(wrapper):
+    source = program("Tensor and pipeline parallelism")
+    for old, new in (
+        ("pp=2, tp=2", "pp=2, dp=2"),
+        (
+            "    for tokens in loader:\n",
+            "    for tokens in loader:\n        tokens = tokens.chunk(2)[mesh.coordinates.dp]\n",
+        ),
+        ("loss.item()", 'mesh.comm("dp").all_reduce(loss, "mean").item()'),
+        *ON_TOP[wrapper],
+    ):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    require_losses(printed(source))
+
+
 def test_a_strategy_that_forgets_a_changed_line_has_others():
     """The comparison would see a sampler that deals nothing out, and a clip by the norm of one rank's part."""
     with pytest.raises(AssertionError):
