@@ -24,6 +24,7 @@ from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.memory import memory_for
 from minipar.data_parallel.optimizer_interface import State
 from minipar.data_parallel.optimizer_state import StateDict
+from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.data_parallel.reductions import ReduceBucket, ReduceOptions
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.unused_parameters import used_on_any_rank
@@ -186,7 +187,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's part of each trained parameter, in the order of the parameters. Gradient norms need these."""
+        """This rank's part of each trained parameter, in the order of the parameters. Gradient norms need these.
+
+        Raises RuntimeError while a gradient is not reduced: a norm would leave it out.
+        """
+        for param in self.reducer.bucket_of:
+            reduced = isinstance(param.grad, ReducedGradient) and param.grad.added is None
+            if param.grad is not None and not reduced:
+                raise RuntimeError(
+                    f"the gradient of {placement_of(param).name}, accumulated under no_sync(), is not reduced, so its "
+                    "shard has none or a part; call synchronize() of the ZeroOptimizer before you use its shards"
+                )
+        return self.tensors
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The shards, also while gradients are not reduced."""
         for param in self._trained_without_bucket():
             if param.grad is not None:
                 raise RuntimeError(f"{placement_of(param).name} was thawed after zero_grad(); thaw it before")
@@ -195,8 +211,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
-
-    tensors = shards  # the name that `OptimizerInterface` gives this property
 
     @property
     def state(self) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from contextlib import nullcontext
 from functools import partial
 
@@ -28,6 +29,35 @@ def gradients_of_the_last_backward(world, earlier: bool):
         model.zero_grad(set_to_none=False)
     loss_of(model, world.rank, 2).backward()
     return [shard.grad.tolist() for shard in zero.shards]
+
+
+def clipped_under_no_sync(world, stage):
+    model = network()
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world, stage, lr=1.0)
+    said = []
+    for before in (0, 1):  # and once after a reduced gradient, which the shards have
+        for _ in range(before):
+            loss_of(model, world.rank).backward()
+        with optimizer.no_sync():
+            loss_of(model, world.rank).backward()
+        with pytest.raises(RuntimeError) as refusal:
+            minipar.clip_grad_norm_(optimizer.shards, 0.1, world)
+        said.append(str(refusal.value))
+        optimizer.synchronize()
+        norm = minipar.clip_grad_norm_(optimizer.shards, 0.1, world)
+        clipped = minipar.clip_grad_norm_(optimizer.shards, 1e9, world)
+        optimizer.zero_grad()
+    return said, norm, clipped
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_shards_whose_gradients_are_not_reduced_are_not_clipped(stage):
+    """They had a norm of 0, so the step took the whole gradient."""
+    for said, norm, clipped in minipar.run(clipped_under_no_sync, stage, world_size=2):
+        assert len(said) == 2
+        assert all(re.search(r"gradient of \S+, accumulated under no_sync\(\)", each) for each in said), said
+        assert norm > 0.1
+        assert clipped == pytest.approx(0.1, rel=1e-4)
 
 
 def test_zeroing_in_place_forgets_what_was_not_reduced_too():
