@@ -52,25 +52,35 @@ TORCHS = "torch's "  # begins the kind of what did not go through a Comm
 class Posted(TorchDispatchMode):
     """Context manager that calls book(kind, messages to world ranks) for each send and collective of torch.distributed.
 
-    Those by which a Comm sends its messages are left out.
+    Those by which a Comm sends its messages are left out. `most`: None, or the largest number of ranks that a group may
+    have: more are those of torch's default group, of which some do not take part, so that all would wait.
     """
 
-    def __init__(self, book: Callable[[str, Messages], None]):
+    def __init__(self, book: Callable[[str, Messages], None], most: int | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._book = book
+        self._book, self._most = book, most
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrappers(types):
+        if types and has_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
         if getattr(function, "namespace", "") in ("c10d", "_c10d_functional"):
             given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
-            if not SENDS_NOTHING.search(function._opname) and not _is_of_a_comm():
-                group = _group(given)
-                kind, messages = sent_by(function._opname, given, group.rank(), group.size())
-                ranks = dist.get_process_group_ranks(group)
-                self._book(kind, [(ranks[to], num_bytes) for to, num_bytes in messages])
+            group = _group(given)
+            if group is not None and not _is_of_a_comm():
+                self._see(function._opname, given, group)
         return function(*args, **kwargs)
+
+    def _see(self, name: str, given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if self._most is not None and len(ranks) > self._most:
+            raise ValueError(
+                f"{name} of torch.distributed is on a group of {len(ranks)} ranks, and comm has {self._most}: "
+                "pass group=comm.process_group()"
+            )
+        if not SENDS_NOTHING.search(name):
+            kind, messages = sent_by(name, given, ranks.index(dist.get_rank()), len(ranks))
+            self._book(kind, [(ranks[to], num_bytes) for to, num_bytes in messages])
 
 
 def sent_by(name: str, given: Mapping[str, Any], rank: int, size: int) -> tuple[str, Messages]:
@@ -144,10 +154,15 @@ def _group(given: Mapping[str, Any]) -> Any:
 
 def _is_of_a_comm() -> bool:
     """Return whether a Comm is about to send a message, which it counts."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # who called the mode
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
         frame = frame.f_back
     return frame.f_globals["__name__"].startswith("minipar.comm.")
+
+
+def within(comm: Comm) -> Posted:
+    """Return a context in which torch.distributed is refused on groups of more ranks than `comm` has."""
+    return Posted(lambda kind, messages: None, comm.size)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from minipar.comm import Comm
 from minipar.runtime.caller import is_own
 from minipar.spec.convention import stated
-from minipar.spec.counted import TORCHS
+from minipar.spec.counted import TORCHS, within
 from minipar.spec.witness import Watched, Witness
 from minipar.support.trace import Span, Trace
 
@@ -125,6 +125,8 @@ def checked(
             if with_comm and world.size == 1 and "two ranks or more" in said:
                 return None
             for comm in _comms(world, groupings):
+                if hasattr(comm, "process_group"):
+                    witness.around = partial(within, comm)
                 words = body(comm, watched) if with_comm else body(watched)
                 if words := witness.written() or words:  # what was written to may be why the rest is wrong
                     return (

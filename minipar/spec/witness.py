@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -33,6 +34,7 @@ class Witness:
 
     def __init__(self, writes: tuple[int, ...] | None = (), conventions: tuple[str, ...] = ()):
         self.writes, self.conventions, self.kept = writes, conventions, list[Kept]()
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the next call alone
 
     def keep(self, value: Any, words: str) -> None:
         """Keep a tensor, or a list or dict with what is in it."""
@@ -61,8 +63,10 @@ class Watched:
         names = _names(self._watched, args, options)
         if "in place" in self._witness.conventions:
             args = tuple(x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
+        around, self._witness.around = self._witness.around, nullcontext
         if self._witness.writes is None:
-            return self._watched(*args, **options)
+            with around():
+                return self._watched(*args, **options)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
         for place, value in given:
             if place not in self._witness.writes:
@@ -70,7 +74,8 @@ class Watched:
                 self._witness.keep(
                     value, f"{name}{_shape(value)} was written to; the caller may still need it"
                 )
-        result = self._watched(*args, **options)
+        with around():
+            result = self._watched(*args, **options)
         for y in result if isinstance(result, tuple) else (result,):
             self._witness.keep(y, f"a later call wrote to the result{_shape(y)} of an earlier one")
             if isinstance(y, Tensor) and y.requires_grad:

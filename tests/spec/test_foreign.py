@@ -111,6 +111,21 @@ def test_wrong_foreign_code_is_called_wrong(name, wrong, stages, words):
     assert re.search(words, report.first_wrong.words), str(report)
 
 
+def on_the_default_group(comm, x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def test_the_default_group_of_more_ranks_is_refused_by_name():
+    report = check("all_reduce", all_reduce, ["runs"])  # starts three ranks
+    assert report.ok, str(report)
+    words = str(check("all_reduce", on_the_default_group, ["drawn"]))
+    assert re.search(
+        r"is on a group of \d ranks, and comm has 1: pass group=comm.process_group\(\)", words
+    ), words
+
+
 RIGHT = [
     ("all_reduce", "collectives", "as a ring"),
     ("all_to_all", "collectives", "torch's all_to_all"),
