@@ -350,3 +350,23 @@ def zero_of(part, world):
 def test_parts_that_ranks_reduce_in_different_orders_are_named(wrap):
     with pytest.raises(minipar.RankError, match="bucket [12], of 1.weight, .*bucket [12], of 1.weight, "):
         minipar.run(reduced_in_other_orders, wrap, world_size=2)
+
+
+def state_after_a_change(world):
+    """The rate and the step of a saved state, after those of the optimizers that have it have changed in place."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [ZeroOptimizer([w], torch.optim.Adam, world, lr=torch.tensor(0.5)) for w in weights]
+    weights[0].sum().backward()
+    optimizers[0].step()
+    full = optimizers[0].full_state_dict()
+    optimizers[1].load_full_state_dict(full)
+    for weight, optimizer in zip(weights, optimizers):
+        optimizer.param_groups[0]["lr"].fill_(0.25)
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+    return full["param_groups"][0]["lr"].item(), full["state"][0]["step"].item()
+
+
+def test_a_saved_state_does_not_change_with_the_optimizer():
+    assert minipar.run(state_after_a_change, world_size=1) == [(0.5, 1.0)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.data_parallel.memory import Memory
-from minipar.inference import Engine, Options, streamed_weights
+from minipar.inference import Engine, Options, engine, streamed_weights
 from minipar.inference.quantized_weights import quantize_weights, weight_element_bits
 from minipar.inference.streamed_weights import StreamedWeights, most_tokens_per_s, stream_weights
 from minipar.mesh import Mesh
@@ -146,6 +146,13 @@ def test_reading_bounds_the_tokens_of_a_second():
     four_bits = most_tokens_per_s(5e9, 7e9 * weight_element_bits(4, 64) / 8)
     assert round(four_bits / most_tokens_per_s(5e9, 7e9 * 2), 1) == 3.8
     assert most_tokens_per_s(5e9, 14e9, rows=100) == 100 * most_tokens_per_s(5e9, 14e9)
+
+
+def test_an_engine_streams_from_the_folder_that_it_is_told(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(engine, "stream_weights", lambda model, *where: asked.append(where))
+    Engine(loud_model(CONFIG), Options(offload="disk", offload_folder=str(tmp_path)))
+    assert asked == [("disk", str(tmp_path))]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,9 @@ def test_a_whole_gradient_stays_a_tensor_and_a_part_is_marked_once():
     set_placement(whole, Placement.whole("a", [4]))
     for _ in range(2):
         set_placement(part, Placement.whole("b", [4]).shard(0, 0, 2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    set_placement(frozen, Placement.whole("c", [4]).shard(0, 0, 2))
+    assert not frozen.requires_grad
     for _ in range(2):
         (whole.sum() + part.sum()).backward()
     assert len(part._post_accumulate_grad_hooks) == 1

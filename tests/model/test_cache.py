@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.model import attention, flash
+from minipar.model import Transformer, attention, flash
 from minipar.model.cache import GenerationCache, KeyValueCache, caching
 from minipar.model.mask import Mask, TokenRun
 from tests.model.texts import ROUTED_TOGETHER, configs, draw_tokens, loud_model
@@ -108,6 +108,14 @@ def test_afterwards_the_model_is_as_it_was_even_after_an_error():
         model(draw_tokens(0, 1, 9))
     assert {id(m): sorted(vars(m)) for m in model.modules()} == before
     assert torch.equal(model(draw_tokens(0, 1, 5)), want)
+
+
+def test_a_latent_attention_works_on_heads_again_after_caching():
+    model = Transformer(ModelConfig(dim=8, num_layers=1, num_heads=2, kv_latent_dim=4, rope_dim=2))
+    with caching(model, max_tokens=4):
+        pass
+    (block,) = model.layers.values()
+    assert not block.attention.overrides.absorbed
 
 
 def test_a_model_that_is_already_writing_or_reads_parts_is_refused():

@@ -195,6 +195,23 @@ def test_the_first_call_without_objects_reruns_and_restores_all():
         assert result == ([True, None, False, False, True, None, True, None], False, {True}, HEADS // 2, True)
 
 
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x * torch.rand(())
+
+
+def _dropped(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    model.insert(1, Noisy())
+    tensor_parallel(model, world, plan={"0": "column", "3": "row"})
+    model(torch.ones(1, 4))
+
+
+def test_noise_and_dropout_of_split_features_are_no_mistake():
+    minipar.run(_dropped, world_size=2)
+
+
 class Remembering(nn.Module):
     """A layer that counts its calls in a buffer, sums inputs in another, and keeps the longest sequence's positions."""
 
@@ -206,7 +223,7 @@ class Remembering(nn.Module):
         self.register_buffer("positions", torch.zeros(0))
 
     def forward(self, x):
-        self.calls = self.calls + 1
+        self.calls, self.drawn = self.calls + 1, torch.rand(())
         self.sum += x.detach().sum((0, 1))
         if x.shape[1] > self.longest:
             self.longest = x.shape[1]
@@ -218,8 +235,12 @@ def _remembered(world):
     model = Remembering()
     model.steps = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     tensor_parallel(model, world, plan={"layer": "gathered"})
+    torch.manual_seed(1)
+    drawn = torch.rand(2)
+    torch.manual_seed(1)
     for _ in range(2):
         model(torch.ones(1, 3, 4))
+    assert model.drawn == drawn[1]
     return model.calls.item(), model.sum.tolist(), model.longest, len(model.positions)
 
 

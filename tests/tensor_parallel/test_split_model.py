@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.mesh_rules import check_tensor_parallel
 from minipar.config.model_config import ModelConfig
-from minipar.data_parallel import DDP
-from minipar.mesh import placement_of
+from minipar.data_parallel import DDP, ZeroOptimizer
+from minipar.mesh import place_whole, placement_of
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients
 from minipar.tensor_parallel import full_state_dict, tensor_parallel
 from tests.examples import examples
@@ -311,12 +311,14 @@ def test_a_layer_that_cannot_be_split_is_refused_before_any_other_is():
 
 
 def wrapped_first(world):
-    model = Transformer(ModelConfig(vocab_size=16, dim=16, num_layers=1, num_heads=2, max_seq_len=8))
-    DDP(model, world)
-    with pytest.raises(
-        ValueError, match=r"embedding\.weight is in data parallelism already; cut over tp first"
-    ):
-        tensor_parallel(model, world)
+    for wrap in (DDP, lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)):
+        model = Transformer(ModelConfig(vocab_size=16, dim=16, num_layers=1, num_heads=2, max_seq_len=8))
+        place_whole(model)
+        wrap(model, world)
+        with pytest.raises(
+            ValueError, match=r"embedding\.weight is in data parallelism already; cut over tp first"
+        ):
+            tensor_parallel(model, world)
 
 
 def test_a_model_whose_replicas_sum_whole_gradients_is_not_cut():

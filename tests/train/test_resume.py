@@ -198,6 +198,13 @@ def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on_from_there(tmp_path, e
     assert found == [line["loss"] for line in whole.metrics]
 
 
+def test_a_save_under_way_is_finished_before_a_step_is_not_finite(tmp_path):
+    config = replace(BASE, out=tmp_path, checkpoint_every=1, lr=1e300, warmup=0, dtype="float64")
+    with pytest.raises(minipar.RankError, match="NotFinite"):
+        train(config)
+    assert newest_whole(tmp_path / "checkpoints").name == "step-00000001"
+
+
 def test_a_run_without_checkpoints_is_not_asked_to_stop(tmp_path):
     def stop():
         raise AssertionError("asked")

@@ -66,3 +66,13 @@ def test_recomputed_activations_give_the_same_bits(mode):
         model.loss(TOKENS, TOKENS).backward()
     for a, b in zip(want.parameters(), stage.parameters()):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_memory_used_again_is_not_taken_for_what_was_saved_in_it():
+    found = []
+    for offload in (False, True):
+        stage = Transformer(CONFIG)
+        relocate_activations(stage, offload=offload)
+        stage.loss(TOKENS, TOKENS).backward()
+        found.append([p.grad for p in stage.parameters()])
+    torch.testing.assert_close(*found)

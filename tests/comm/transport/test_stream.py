@@ -15,6 +15,19 @@ from minipar.comm.transport.stream import Handle, StreamThread, ThreadStream
 from tests.examples import examples
 
 
+def test_a_thread_is_said_to_wait_as_long_as_it_waits():
+    waits = {}
+    handle = Handle("an operation", waits)
+    waiter = threading.Thread(target=handle.wait)
+    waiter.start()
+    while not waits:
+        pass
+    assert waits == {waiter.ident: "an operation"}
+    handle.finished.set()
+    waiter.join()
+    assert waits == {}
+
+
 def test_operations_run_in_the_order_of_their_calls():
     stream, ran = ThreadStream("comm 'x'"), []
     gate = threading.Event()
