@@ -27,7 +27,7 @@ These cases need care:
     a prompt in pieces         a block filled by a piece is quantized for the piece's queries after the block, but not for
                                the queries in the block (`views`)
     a wrong draft token        a block is quantized for good when its tokens are final (`settle`), not when it is full
-    swapping, copying          unquantized tokens move with their block
+    swapping                   unquantized tokens move with their block
     recomputation              begins at the first token of a block
     a cached prefix            prefill resumes at the first token of a block, so the block of a text's last token is never
                                shared (scheduler.py)
@@ -193,10 +193,7 @@ class QuantizedBlockMemory(BlockMemory):
         return super().nbytes + sum(x.nbytes for x in self.whole.values())
 
     def copy(self, source: int, destination: int) -> None:
-        super().copy(source, destination)
-        self.whole.pop(destination, None)
-        if source in self.whole:
-            self.whole[destination] = self.whole[source].clone()
+        raise AssertionError("the block of a text's last token, which is written to, is never shared")
 
     def save(self, table: Tensor) -> list[Tensor]:
         places = self._places_of_whole(table)
