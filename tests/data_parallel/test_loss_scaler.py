@@ -145,3 +145,11 @@ def test_a_scaler_goes_on_from_the_state_of_another(stepped, scale):
     loaded.load_state_dict(saved.state_dict())
     loaded.update(stepped)
     assert loaded.current_scale == scale
+
+
+def test_hysteresis_begins_anew_when_the_scale_has_grown():
+    scaler, scales = DynamicLossScaler(None, initial=8.0, interval=2, hysteresis=2), []
+    for stepped in (False, True, True, False, False, True, True):
+        scaler.update(stepped)
+        scales.append(scaler.current_scale)
+    assert scales == [8.0, 8.0, 16.0, 16.0, 8.0, 8.0, 16.0]

@@ -370,3 +370,19 @@ def state_after_a_change(world):
 
 def test_a_saved_state_does_not_change_with_the_optimizer():
     assert minipar.run(state_after_a_change, world_size=1) == [(0.5, 1.0)]
+
+
+def bytes_after_an_exception(world):
+    """Of full gradients that ZeRO-2 holds once a failed backward is zeroed."""
+    model = network()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, world, 2, lr=0.1, first_bucket_mb=1e-4)
+    hook = model[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, world.rank).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    return sum(bucket.flat.untyped_storage().nbytes() for bucket in optimizer.buckets)
+
+
+def test_full_gradients_of_a_backward_that_failed_are_freed():
+    assert minipar.run(bytes_after_an_exception, world_size=2) == [0, 0]

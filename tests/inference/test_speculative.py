@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, ModelDraft, NGramDraft, Options, Request, metrics_of, speculative
-from minipar.inference.speculative import Guess, accept_or_resample, expected_tokens, residual
+from minipar.inference.speculative import Guess, KeyedDice, accept_or_resample, expected_tokens, residual
 from minipar.simple.speculative import accept_or_resample as of_the_floor
 from tests.examples import examples
 from tests.inference.texts import alone
@@ -160,3 +160,22 @@ def test_a_draft_that_is_the_model_is_always_right(rule):
     assert len(engine.steps) == 5  # the prompt and its first token, then 16 tokens, 4 a pass
     if rule == "same text":
         assert results[1].tokens == alone(model, requests[1])
+
+
+def test_a_draft_that_reads_less_than_the_model_guesses_from_the_end():
+    small = ModelConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, max_seq_len=4)
+    draft, text = ModelDraft(loud_model(small)), [3, 1, 4, 1, 5, 9, 2]
+    request = Request(tuple(text), 4)
+    guesses = ([guess.token for guess in draft.guess(own, request, 3, "token")] for own in (text, text[-4:]))
+    assert next(guesses) == next(guesses)
+
+
+def test_whether_a_guess_is_accepted_says_nothing_of_the_token_drawn():
+    """With the same random number, all that is drawn after a rejection would be of one kind."""
+    half = torch.full((2,), 0.5)
+    drawn = [
+        dice.draw(0, half)
+        for seed in range(64)
+        if not (dice := KeyedDice(seed, 0)).accepts(0, half[0].item())
+    ]
+    assert 4 < sum(drawn) < len(drawn) - 4

@@ -12,9 +12,9 @@ from torch import nn
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.mesh import placement_of
-from minipar.model import Transformer, cross_entropy_sum
+from minipar.model import Transformer, WeightGradients, cross_entropy_sum, defer_weight_gradients
 from minipar.tensor_parallel import VocabParallelEmbedding, tensor_parallel, vocab_parallel_cross_entropy
-from minipar.tensor_parallel.vocab import vocab_bounds
+from minipar.tensor_parallel.vocab import VocabParallelTiedHead, vocab_bounds
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
@@ -130,6 +130,18 @@ def test_half_precision_logits_are_summed_in_single():
     assert loss.dtype == torch.float32
     assert dtype == torch.bfloat16
     assert_equal_to(loss, want, rtol=1e-6, what="loss")
+
+
+def deferred_head(world):
+    """The number of products that a tied head defers, and its weight's gradient until they have run."""
+    head, weight, queue = VocabParallelTiedHead(world), nn.Parameter(torch.ones(4, 2)), WeightGradients()
+    defer_weight_gradients(head, queue)
+    head(torch.ones(1, 2, requires_grad=True), weight).sum().backward()
+    return len(queue), weight.grad
+
+
+def test_a_split_tied_head_defers_its_weights_gradient():
+    assert minipar.run(deferred_head, world_size=1) == [(1, None)]
 
 
 def test_unless_told_an_embedding_gives_every_rank_all_tokens():

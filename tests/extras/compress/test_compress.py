@@ -390,13 +390,20 @@ def test_agreeing_rarely_sends_little_and_ends_on_equal_replicas():
 
 
 def synchronise(world, warmup):
-    """DiLoCo's weights after two outer steps, and those of torch's SGD on the same outer gradients; SGD inside."""
+    """DiLoCo's weights after two outer steps, and those of torch's SGD on the same outer gradients; SGD inside.
+
+    After each step another DiLoCo goes on from the state.
+    """
     (w,), (outer,) = ([nn.Parameter(vector(9, 1))] for _ in range(2))
-    diloco = DiLoCo(torch.optim.SGD([w], lr=0.1), world, every=2, warmup=warmup)
+    make = lambda: DiLoCo(torch.optim.SGD([w], lr=0.1), world, every=2, warmup=warmup)  # noqa: E731
+    diloco = make()
     nesterov = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
     for step in range(4 + warmup):
         w.grad = vector(9, 10 * step + world.rank)
         diloco.step()
+        saved = copy.deepcopy(diloco.state_dict())
+        diloco = make()
+        diloco.load_state_dict(saved)
         if step < warmup:
             outer.data.copy_(w)
         elif step % 2:

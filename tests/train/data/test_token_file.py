@@ -113,6 +113,12 @@ def test_a_file_with_a_dtype_may_have_every_second_id_zero(tmp_path):
     assert digest == digest_of(torch.tensor([1, 0] * 20))
 
 
+@pytest.mark.parametrize(("vocab_size", "count"), [(1 << 16, 4), ((1 << 16) + 1, 2)])
+def test_a_headerless_file_has_16_bits_an_id_up_to_65536_tokens(tmp_path, vocab_size, count):
+    np.array([0, 65535, 7, 0], "uint16").tofile(tmp_path / "ids")
+    assert len(open_tokens(tmp_path / "ids", vocab_size)) == count
+
+
 def test_the_file_is_read_once_before_the_ranks_start(tmp_path, monkeypatch):
     config = TrainConfig(
         model=SMALL, batch_size=2, seq_len=16, tokens=saved(tmp_path, range(1, 300), "uint32", ".npy")
