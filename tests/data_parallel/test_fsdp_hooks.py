@@ -225,8 +225,13 @@ def fails_in_a_backward(fsdp, rank, step):
     handle.remove()
 
 
+def deep():
+    """Three units: where the first one's backward fails, the last one's gradients have been reduced already."""
+    return network().append(nn.Linear(3, 3).double())
+
+
 def trained_past_an_exception(world, reshard, zeroed, goes_on):
-    fsdp = FSDP(network(), world, nn.Linear, reshard_after_forward=reshard)
+    fsdp = FSDP(deep(), world, nn.Linear, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
     loss_of(fsdp, world.rank, 0).backward()
     fails_in_a_backward(fsdp, world.rank, 1)
@@ -247,7 +252,7 @@ def test_earlier_gradients_outlive_an_exception_until_zeroed():
     )
     for states in results:
         for (_, zeroed, goes_on), state in zip(WAYS, states):
-            model = network()
+            model = deep()
             for step in [0] * (not zeroed) + [2] * goes_on:
                 for rank in range(2):
                     (loss_of(model, rank, step) / 2).backward()

@@ -583,3 +583,13 @@ def test_experts_start_like_other_layers():
     assert moe.experts.gate.std().item() == pytest.approx(0.02, rel=0.05)
     assert moe.experts.down.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.05)
     assert not torch.equal(moe.experts.up[0], moe.experts.up[1])
+
+
+def test_evaluation_draws_no_second_expert_and_counts_no_load():
+    moe, x = make(top_k=2, capacity_factor=None, random_second=True, balance_bias=True), tokens(0, T=32)
+    moe.router.weight.data.mul_(100)  # so that the second expert is often unlikely
+    assert not torch.equal(moe(x, step=0)[0], moe(x, step=1)[0])
+    load = moe.load_since_update.clone()
+    moe.eval()
+    assert torch.equal(moe(x, step=0)[0], moe(x, step=1)[0])
+    assert torch.equal(moe.load_since_update, load)

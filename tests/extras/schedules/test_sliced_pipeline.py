@@ -323,3 +323,14 @@ def test_units_are_the_slices_of_each_microbatch_in_order(sizes):
     assert [u.tolist() for u in units] == [
         x[i : i + 1, a:b].tolist() for i in (0, 1) for a, b in ((0, at), (at, 5))
     ]
+
+
+def logits_after_a_step(world, config, batch):
+    stage = Transformer(config)
+    SlicedPipeline([stage], world, seq1f1b(1, 2, 2, (1, 3))).step(*batch)
+    return torch.equal(stage(batch[0]), Transformer(config)(batch[0]))
+
+
+def test_after_a_step_the_model_reads_whole_samples_again():
+    config = small_config(2)
+    assert minipar.run(logits_after_a_step, config, make_batch(config, 2), world_size=1) == [True]
