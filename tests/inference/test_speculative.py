@@ -162,7 +162,7 @@ def test_a_draft_that_is_the_model_is_always_right(rule):
         assert results[1].tokens == alone(model, requests[1])
 
 
-def test_a_draft_that_reads_less_than_the_model_guesses_from_the_end():
+def test_a_draft_of_a_shorter_context_guesses_from_the_end():
     small = ModelConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, max_seq_len=4)
     draft, text = ModelDraft(loud_model(small)), [3, 1, 4, 1, 5, 9, 2]
     request = Request(tuple(text), 4)
@@ -170,7 +170,7 @@ def test_a_draft_that_reads_less_than_the_model_guesses_from_the_end():
     assert next(guesses) == next(guesses)
 
 
-def test_whether_a_guess_is_accepted_says_nothing_of_the_token_drawn():
+def test_accepting_a_guess_says_nothing_of_the_token_drawn():
     """With the same random number, all that is drawn after a rejection would be of one kind."""
     half = torch.full((2,), 0.5)
     drawn = [

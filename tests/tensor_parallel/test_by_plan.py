@@ -290,6 +290,20 @@ def test_a_row_of_padding_gets_no_gradient_whichever_rank_has_it(padding_idx):
     assert torch.equal(torch.cat(parts), want)
 
 
+def _cut_after_a_backward(world):
+    """A gradient from before the cut, and the shapes of the whole state, which has buffers, too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model(torch.ones(2, 4)).sum().backward()
+    want = {name: x.shape for name, x in model.state_dict().items()}
+    tensor_parallel(model, world, plan={"0": "gathered"})
+    assert {name: x.shape for name, x in full_state_dict(model, world).items()} == want
+    return model[0].weight.grad
+
+
+def test_a_cut_drops_gradients_and_a_whole_state_has_buffers():
+    assert minipar.run(_cut_after_a_backward, world_size=2) == [None, None]
+
+
 def test_a_convolution_called_conv1d_is_no_linear_layer():
     def refused(world):
         convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)

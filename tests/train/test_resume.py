@@ -198,7 +198,7 @@ def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on_from_there(tmp_path, e
     assert found == [line["loss"] for line in whole.metrics]
 
 
-def test_a_save_under_way_is_finished_before_a_step_is_not_finite(tmp_path):
+def test_a_save_under_way_ends_before_a_step_that_is_not_finite(tmp_path):
     config = replace(BASE, out=tmp_path, checkpoint_every=1, lr=1e300, warmup=0, dtype="float64")
     with pytest.raises(minipar.RankError, match="NotFinite"):
         train(config)

@@ -328,6 +328,8 @@ def test_units_are_the_slices_of_each_microbatch_in_order(sizes):
 def logits_after_a_step(world, config, batch):
     stage = Transformer(config)
     SlicedPipeline([stage], world, seq1f1b(1, 2, 2, (1, 3))).step(*batch)
+    assert stage.overrides.default_positions is None  # else it could not generate
+    assert {block.attention.overrides.cache for block in stage.layers.values()} == {None}
     return torch.equal(stage(batch[0]), Transformer(config)(batch[0]))
 
 
