@@ -45,9 +45,9 @@ def on_ranks(scripts: dict[str, dict[str, int]]) -> dict[str, list]:
 
 
 def each_module(test):
-    """Run a test on the scripts of each module, quick runs on those of one."""
+    """Run a test on the scripts of each module: quick runs judge some of them, in own_training."""
     names = [module.__name__.rpartition(".")[2] for module in MODULES]
-    return pytest.mark.sampled(3)(pytest.mark.parametrize("module", MODULES, ids=names)(test))
+    return pytest.mark.thorough(pytest.mark.parametrize("module", MODULES, ids=names)(test))
 
 
 @each_module
