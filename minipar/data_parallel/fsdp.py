@@ -118,7 +118,7 @@ class FSDP(nn.Module):
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
     activation checkpoint over several units, also those of them with a frozen parameter.
     Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
-    not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
+    not known to be per-element; RuntimeError in `step` while gradients accumulated under `no_sync` are not reduced; where a resharded parameter is used, a parameter was moved, thawed, added or
     replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
     FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
     wrapper or of a module with shards inside.
@@ -178,7 +178,7 @@ class FSDP(nn.Module):
         self._install_hooks()
         shards = {p for flat in self.flats if not flat.whole for p in flat.params}
         self.no_partial_state = NoPartialState(module, shards)
-        watch_optimizers(self, shards, per_element)
+        watch_optimizers(self, partial(getattr, self.reducer, "accumulates"), shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -231,3 +231,29 @@ def fails_in_synchronize(world):
 
 def test_after_an_error_in_synchronize_no_sync_still_holds():
     minipar.run(fails_in_synchronize, world_size=2)
+
+
+def steps_under_no_sync(world):
+    fsdp = FSDP(network(), world, nn.Linear)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
+    for before in (0, 1):  # and once after a reduced gradient, which a step would take alone
+        for _ in range(before):
+            loss_of(fsdp, world.rank).backward()
+            optimizer.step()
+        with fsdp.no_sync():
+            loss_of(fsdp, world.rank).backward()
+        with pytest.raises(
+            RuntimeError, match=r"under no_sync\(\) are not reduced.*synchronize\(\) of the FSDP"
+        ):
+            optimizer.step()
+        fsdp.synchronize()
+        optimizer.step()
+        fsdp.zero_grad()
+    with fsdp.no_sync():
+        loss_of(fsdp, world.rank).backward()
+    fsdp.zero_grad()
+    optimizer.step()
+
+
+def test_a_step_that_would_leave_out_gradients_is_refused():
+    minipar.run(steps_under_no_sync, world_size=2)
