@@ -117,11 +117,12 @@ class FSDP(nn.Module):
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
     activation checkpoint over several units, also those of them with a frozen parameter.
-    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
-    not known to be per-element; RuntimeError in `step` while gradients accumulated under `no_sync` are not reduced; where a resharded parameter is used, a parameter was moved, thawed, added or
-    replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
-    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
-    wrapper or of a module with shards inside.
+    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that
+    is not known to be per-element; RuntimeError where `step` comes while gradients accumulated under `no_sync` are not
+    reduced, a resharded parameter is used, a parameter was moved, thawed, added or replaced, one rank's part would be
+    saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output FSDP found no tensor that
+    requires a gradient (it searches containers and attributes); TypeError for a copy of the wrapper or of a module with
+    shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
