@@ -40,7 +40,7 @@ def conventions(*names: str) -> Callable[[Any], Any]:
                 (implementation,),
                 {"conventions": names, "__module__": implementation.__module__},
             )
-        stating = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
+        stating: Any = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
         stating.conventions = names
         return stating
 

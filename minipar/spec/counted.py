@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -148,16 +149,20 @@ def _sizes(given: Mapping[str, Any], x: Tensor, size: int) -> list[int]:
 def _group(given: Mapping[str, Any]) -> Any:
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        return torch._C._distributed_c10d._resolve_process_group(group)
+        resolve: Any = torch._C._distributed_c10d._resolve_process_group
+        return resolve(group)
     return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
 
 
 def _is_of_a_comm() -> bool:
-    """Return whether a Comm is about to send a message, which it counts."""
-    frame = sys._getframe(2)  # who called the mode
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
+    """Return whether a Comm is about to send a message, which it counts: whether its code is the first that is not torch's.
+
+    A mode around this one is called from here.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals["__name__"].startswith(("torch.", __name__)):
         frame = frame.f_back
-    return frame.f_globals["__name__"].startswith("minipar.comm.")
+    return frame is not None and frame.f_globals["__name__"].startswith("minipar.comm.")
 
 
 def within(comm: Comm) -> Posted:

@@ -80,9 +80,7 @@ def _wrong_piece(cache: Implementation, case: Case, kind: Kind) -> str | None:
             continue
         new = list(range(begin, begin + use))
         held, begin = held + new, begin + use
-        before = [x[:, :, new] for x in case.tensors]
-        given = [kind.given(x) for x in before]
-        out = cache(*given)
+        out = cache(*(kind.given(x[:, :, new]) for x in case.tensors))
         q, k, v = case.tensors
         want = plain_attention(q[:, :, new], k[:, :, held], v[:, :, held])
         if words := kind.mismatch(f"{case}: the output of piece {i}", out, want):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minipar
 from minipar.spec.collectives import Call, recording_peers
-from minipar.spec.counted import SENDS_NOTHING, Posted, counted, sent_by
+from minipar.spec.counted import SENDS_NOTHING, Posted, counted, sent_by, within
 
 P, LENGTH = 3, 12
 
@@ -110,6 +110,17 @@ def _once(world):
 def test_a_comms_messages_and_a_reducers_count_once():
     for found in minipar.run(_once, world_size=2):
         assert found == [(48, 2), (12, 1), (4 * 72, 2), (20, 1), (0, 0)]
+
+
+def _in_another(world):
+    with counted(world) as sent, within(world), Posted(lambda *sent: None):
+        world.exchange(torch.ones(3), 1 - world.rank, (3,), torch.float32, 1 - world.rank)
+        dist.all_reduce(torch.ones(4), group=world.process_group())
+    return dict(sent.by_kind)
+
+
+def test_a_count_around_another_counts_the_same():
+    assert minipar.run(_in_another, world_size=2) == [{"exchange": 12, "torch's all_reduce": 16}] * 2
 
 
 OPERATORS = sorted(

@@ -127,16 +127,18 @@ def test_the_default_group_of_more_ranks_is_refused_by_name():
 
 
 RIGHT = [
-    ("all_reduce", "collectives", "as a ring"),
-    ("all_to_all", "collectives", "torch's all_to_all"),
-    ("mlp", "megatron", "torch's all_reduce as a ring"),
-    ("global_loss", "loss", "by convention: mean of means"),
+    ("all_reduce", "collectives", None, "as a ring"),
+    ("all_to_all", "collectives", None, "torch's all_to_all"),
+    ("mlp", "megatron", None, "torch's all_reduce as a ring"),
+    ("global_loss", "loss", None, "by convention: mean of means"),
+    ("ddp", "data_parallel", ["bytes", "order"], "torch's all_reduce as a ring"),
+    ("fsdp", "fsdp", ["memory"], "right, in all 1 stages"),
 ]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "file", "words"), RIGHT)
-def test_an_adapter_of_right_code_is_called_right(name, file, words):
-    report = check(name, str(ADAPTERS / f"{file}.py"))
+@pytest.mark.parametrize(("name", "file", "stages", "words"), RIGHT)
+def test_an_adapter_of_right_code_is_called_right(name, file, stages, words):
+    report = check(name, str(ADAPTERS / f"{file}.py"), stages)
     assert report.ok, str(report)
     assert words in str(report)

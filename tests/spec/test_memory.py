@@ -2,7 +2,7 @@
 
 import torch
 
-from minipar.spec.memory import storages
+from minipar.spec.memory import held_bytes, storages
 
 
 def test_a_sparse_tensor_counts_by_its_indices_and_values():
@@ -11,3 +11,24 @@ def test_a_sparse_tensor_counts_by_its_indices_and_values():
     sparse.grad = 2 * sparse.detach()
     assert sparse.grad.layout == torch.sparse_coo
     assert values.untyped_storage()._cdata in storages()
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has a shape and another tensor, and no memory, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        made = torch.Tensor._make_wrapper_subclass(cls, (1000, *inside.shape), dtype=inside.dtype)
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def test_a_wrapper_counts_by_the_tensor_inside():
+    before = storages()
+    wrapper = Wrapper(torch.ones(4))
+    assert wrapper.untyped_storage().nbytes() == 16_000
+    assert held_bytes(before) == 16
