@@ -269,6 +269,8 @@ def test_whoever_stops_early_leaves_nothing_behind():
         next(steps)
     steps.close()
     assert swapping._saved == {}
+    swapping.run(crowd()[0])
+    assert any(event.kind == Kind.RESTORE for event in swapping.events)
 
 
 def test_the_cache_of_a_request_has_the_bytes_of_the_formula():

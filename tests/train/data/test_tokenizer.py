@@ -3,6 +3,7 @@
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,3 +218,11 @@ def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, pa
         ValueError, match=r"needs the package tokenizers; pip install 'minipar\[tokenizers\]'"
     ):
         Tokenizer(path)
+
+
+@pytest.mark.parametrize("vocab_size", [1 << 16, (1 << 16) + 1])
+def test_ids_are_written_as_they_are_read_whatever_the_vocabulary(tmp_path, monkeypatch, vocab_size):
+    ids = np.array([0, 65535, 7], "uint32")
+    monkeypatch.setattr(tokenizer, "encoded", lambda path, codec: iter([ids]))
+    write_tokens(tmp_path, SimpleNamespace(vocab_size=vocab_size), tmp_path / "ids")
+    assert open_tokens(tmp_path / "ids", vocab_size)[:].tolist() == ids.tolist()
