@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from minipar.cli import main
 from minipar.learn.exercises.registry import EXERCISES
@@ -14,6 +15,9 @@ def all_reduce(comm, x):
 
 def alone(comm, x):
     return x.clone()
+
+from minipar.spec import conventions
+tree = conventions("any tree")(all_reduce)
 """
 
 
@@ -70,6 +74,19 @@ def test_a_file_or_a_module_is_judged(argv, code, says, file, capsys):
         ),
         (["all_reduce", "mine.py", "--ranks", "0"], "ranks=0: use 1 or more"),
         (["mesh", "mine.py:alone", "--ranks", "2"], "mesh is checked on one rank"),
+        (
+            ["all_reduce", "mine.py:alone", "--backend", "mpi"],
+            "invalid choice 'mpi' for argument '--backend'",
+        ),
+        pytest.param(
+            ["all_reduce", "mine.py:alone", "--backend", "nccl"],
+            "backend='nccl' needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (
+            ["all_reduce", "mine.py:tree"],
+            "conventions='any tree' is unknown to all_reduce, which knows two ranks",
+        ),
     ],
 )
 def test_a_bad_request_is_one_line_and_exit_2(argv, says, file, capsys):
