@@ -86,7 +86,7 @@ def _rope(path: Path, given: dict[str, Any]) -> tuple[float, tuple[float, ...] |
         kind = of_field.get("rope_type", of_field.get("type", "default"))
         takes = SCALINGS.get(kind, ())
         unknown = sorted(of_field.keys() - {"rope_type", "type", "rope_theta", *takes})
-        missing = [name for name in takes if name not in of_field]
+        missing = [name for name in takes if not isinstance(of_field.get(name), int | float)]
         if kind not in SCALINGS or unknown or missing:
             lacks = f", without {one_of(missing)}" if missing else f" and {unknown}" if unknown else ""
             raise ValueError(

@@ -179,7 +179,7 @@ class FSDP(nn.Module):
         self._install_hooks()
         shards = {p for flat in self.flats if not flat.whole for p in flat.params}
         self.no_partial_state = NoPartialState(module, shards)
-        watch_optimizers(self, partial(getattr, self.reducer, "accumulates"), shards, per_element)
+        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +358,7 @@ class FSDP(nn.Module):
         if self.reducer.synchronised:
             self.reducer.finish()
         else:
-            self.reducer.accumulates = True
+            self.reducer.accumulates = bool(self.reducer.used)
         self._reset_backward_state()
 
     def _use_sharded(self) -> None:

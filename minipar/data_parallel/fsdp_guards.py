@@ -154,23 +154,23 @@ def allow_use(param: nn.Parameter) -> None:
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # mypy narrowed it in the `if`
 
 
-def watch_optimizers(
-    fsdp: nn.Module, accumulates: Callable[[], bool], shards: Iterable[nn.Parameter], per_element: bool
-) -> None:
+def watch_optimizers(fsdp: nn.Module, shards: Iterable[nn.Parameter], per_element: bool) -> None:
     """Watch every optimizer that steps with one of `shards`: its `state_dict` raises RuntimeError from then on.
 
-    The step raises RuntimeError while FSDP `accumulates()` gradients that are not reduced, since it would leave them out.
+    The step raises RuntimeError while gradients wait under `no_sync`, since it would leave them out; what a closure of the
+    step does is not seen.
     Unless `per_element`, it raises ValueError if the optimizer is not known to be per-element.
     The check is a hook on every optimizer's step of this process, removed when `fsdp`, which owns the shards, is freed: an
     optimizer reads only the parameters' values and gradients, so nothing else of FSDP's sees it.
     """
     ids = {id(p) for p in shards}
+    owner: Callable[[], Any] = weakref.ref(fsdp)  # not FSDP itself, which this hook would keep alive
     watched = weakref.WeakSet[torch.optim.Optimizer]()
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
             return
-        if accumulates():
+        if owner().reducer.accumulates:
             raise RuntimeError(
                 "gradients accumulated under no_sync() are not reduced, so the shards have none or a part; call "
                 "synchronize() of the FSDP before you clip and step"

@@ -110,7 +110,7 @@ class UnitReducer(Synchronised):
     units         FSDP's units, outer ones first
     gradients_of  parameter -> the FlatGradients it belongs to
     used          parameters with a gradient on this rank since the last reduction
-    accumulates   whether a backward under no_sync has ended since then
+    accumulates   whether a backward under no_sync has ended that gave one
     """
 
     def __init__(self, units: Sequence[Unit], algorithm: str):

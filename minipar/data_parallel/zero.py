@@ -195,8 +195,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             reduced = isinstance(param.grad, ReducedGradient) and param.grad.added is None
             if param.grad is not None and not reduced:
                 raise RuntimeError(
-                    f"the gradient of {placement_of(param).name}, accumulated under no_sync(), is not reduced, so its "
-                    "shard has none or a part; call synchronize() of the ZeroOptimizer before you use its shards"
+                    f"the gradient of {placement_of(param).name} is not reduced, so its shard has none or a part; call "
+                    "synchronize() of the ZeroOptimizer before you use its shards (tensors are the same, unchecked)"
                 )
         return self.tensors
 

@@ -15,7 +15,7 @@ from typing import Any
 
 CONVENTIONS = {
     "two ranks or more": "one rank alone is not asked",
-    "in place": "it may write to the tensors it is given, and return them",
+    "in place": "it may write to the tensors it is given, which are contiguous, and return them",
     "equal lengths": "lengths are equal on all ranks, and the number of ranks divides them",
     "partial gradients": "of what all ranks hold, each gets its summand of the gradient; to add them is left to the caller",
     "mean of means": "every rank's mean counts alike, however many tokens it is of",
@@ -33,15 +33,16 @@ def conventions(*names: str) -> Callable[[Any], Any]:
         raise ValueError(f"conventions={unknown[0]!r}: there are {', '.join(CONVENTIONS)}")
 
     def state(implementation: Any) -> Any:
+        both = tuple(dict.fromkeys((*names, *getattr(implementation, "conventions", ()))))
         # Another function or class, with which what is stated goes to the ranks.
         if isinstance(implementation, type):
             return type(
                 implementation.__name__,
                 (implementation,),
-                {"conventions": names, "__module__": implementation.__module__},
+                {"conventions": both, "__module__": implementation.__module__},
             )
         stating: Any = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
-        stating.conventions = names
+        stating.conventions = both
         return stating
 
     return state

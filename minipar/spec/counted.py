@@ -10,7 +10,8 @@ counts as the messages of an algorithm by which it is often done:
     gather, scatter, all_to_all              one message for each part that leaves the rank
     send                                     itself
 
-Not seen: threads that an implementation starts, symmetric memory, and sockets, files or shared memory of its own.
+Not seen: threads that an implementation starts, calls of a backend's own methods, symmetric memory, and sockets, files or
+shared memory of its own.
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ def _is_of_a_comm() -> bool:
     A mode around this one is called from here.
     """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals["__name__"].startswith(("torch.", __name__)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", __name__)):
         frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"].startswith("minipar.comm.")
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("minipar.comm.")
 
 
 def within(comm: Comm) -> Posted:

@@ -61,15 +61,17 @@ class Watched:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         names = _names(self._watched, args, options)
-        if "in place" in self._witness.conventions:
-            args = tuple(x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
+        if (
+            "in place" in self._witness.conventions
+        ):  # it writes to copies, so that the question keeps its tensors
+            args = tuple(_copy(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
         around, self._witness.around = self._witness.around, nullcontext
         if self._witness.writes is None:
             with around():
                 return self._watched(*args, **options)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
         for place, value in given:
-            if place not in self._witness.writes:
+            if place not in self._witness.writes and "in place" not in self._witness.conventions:
                 name = place if isinstance(place, str) else (names[place : place + 1] or ["an argument"])[0]
                 self._witness.keep(
                     value, f"{name}{_shape(value)} was written to; the caller may still need it"
@@ -110,7 +112,7 @@ def _checksum(value: Any) -> Any:
 def _names(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> list[str]:
     """Return the names of its parameters. Raises WrongSignature if it cannot be called with these arguments."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return []
     try:

@@ -136,7 +136,7 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_id: TextI
     of = f"{checkpoint.path} is of a run"
     for name, value in [(name, ours[name]) for name in ALIKE] + list(ours["model"].items()):
         stored = theirs["model"].get(name) if name in ours["model"] else theirs[name]
-        if stored != value:
+        if stored != (list(value) if isinstance(value, tuple) else value):  # as JSON has it
             raise ValueError(f"{name}={value!r}, but {of} with {name}={stored!r}; use that")
     config.choice("compress").require_resumable(config, theirs["settings"], of)
     if theirs["held_out"] != ours["held_out"]:

@@ -118,15 +118,10 @@ def load_optimizer(folder: str | Path, optimizer: OptimizerInterface | torch.opt
 def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:
     """Write a checkpoint in DCP's format. Each rank of `comm` writes its own parts; `comm=None` means a single process.
 
-    A checkpoint that the folder has is no longer one as soon as this begins: save to another folder to keep it.
+    A checkpoint that the folder has is no longer one as soon as this writes: save to another folder to keep it.
     Parts that several ranks hold are written by one of them, so each element is written once. Sends the plans and, at the
     end, the location of each box in the files, but no tensor values.
     """
-    if comm is None or comm.rank == 0:
-        # The metadata of an older checkpoint would describe what an interrupted save leaves.
-        (Path(folder) / METADATA).unlink(missing_ok=True)
-    if comm is not None:
-        comm.barrier()
     writer, planner = FileSystemWriter(str(folder)), _SavePlanner(False, False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=comm is None or comm.rank == 0)
@@ -135,6 +130,11 @@ def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:
         _of_all(comm, writer.prepare_local_plan(planner.create_local_plan()))
     )
     plan = writer.prepare_global_plan(plans)[0 if comm is None else comm.rank]
+    if comm is None or comm.rank == 0:
+        # The metadata of an older checkpoint would describe what an interrupted save leaves.
+        (Path(folder) / METADATA).unlink(missing_ok=True)
+    if comm is not None:
+        comm.barrier()
     stored = _of_all(comm, writer.write_data(planner.finish_plan(plan), planner).wait())
     if comm is None or comm.rank == 0:
         writer.finish(metadata, stored)

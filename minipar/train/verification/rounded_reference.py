@@ -5,7 +5,7 @@ error. So each step is compared separately:
 
     gradients   one process computes gradients at the mesh's weights, in float32, and in half precision: microbatch by
                 microbatch, added in the dtype in which the mesh has to add them. For each tensor, the mesh's gradient
-                may differ from the half-precision one by LIMIT times (the difference between these two + a rounding unit)
+                may differ from the half-precision one by a few times (the difference between these two + a rounding unit)
     weights     one process updates the mesh's weights by the mesh's gradients, in float32; the results must be equal
 """
 
@@ -27,6 +27,7 @@ from minipar.train.reference import relative
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}  # relative to a tensor's largest entry
 # A right mesh differs by less than 1 of these units; 64 microbatches whose gradients are added in bfloat16, by more than 2.
 LIMIT = 1.5
+CUT_LIMIT = 4.0  # under tp and cp, which round parts of a product, and add these
 # The additional difference allowed in a model with experts, as a fraction of a tensor's largest gradient, since rounding
 # may change the routing.
 FLIPPED = 0.2
@@ -131,13 +132,14 @@ def allowed(
     """Return the allowed differences of gradients, by name, and of the loss, given two pairs (loss, gradients)."""
     unit = max(torch.finfo(dtype).eps for dtype in (config.torch_dtype, config.torch_reduce_dtype))
     (loss, own), (exact_loss, without_rounding) = rounded, exact
+    times = LIMIT if config.tp == config.cp == 1 else CUT_LIMIT
     limits = {
-        name: LIMIT * (unit + relative((own[name] - x).abs().max().item(), x.abs().max().item()))
+        name: times * (unit + relative((own[name] - x).abs().max().item(), x.abs().max().item()))
         for name, x in without_rounding.items()
     }
     if config.model.num_experts:
         limits = {name: limit + FLIPPED for name, limit in limits.items()}
-    return limits | {"loss": LIMIT * (unit + relative(abs(loss - exact_loss), abs(exact_loss)))}
+    return limits | {"loss": times * (unit + relative(abs(loss - exact_loss), abs(exact_loss)))}
 
 
 def gradients_at(

@@ -13,6 +13,10 @@ from minipar.mesh import Mesh
 from minipar.train.verification.own_training.watch import Recorded
 
 AXES = (("dp",), ("tp",), ("cp",), ("ep",), ("pp",), ("dp", "cp"), ("pp", "dp", "cp", "tp"))
+DREW = (
+    "the step draws from torch's generator, so that its masks depend on the mesh; verify without dropout, or with masks by "
+    "position"
+)
 ALIKE = 1e-3  # relative; a cause is a guess, so rounding of any dtype passes
 
 
@@ -89,6 +93,8 @@ def why_gradient(
 def _shares(parts: Sequence[Tensor], whole: Tensor) -> Tensor | None:
     """Return by what the parts are multiplied in the sum that is the whole; None if it is no such sum."""
     sides = torch.stack([x.double().flatten() for x in parts], 1)
+    if not sides.isfinite().all() or not whole.isfinite().all():
+        return None
     shares = torch.linalg.lstsq(sides, whole.double().flatten()[:, None]).solution.flatten()
     told = whole.numel() >= 2 * len(parts)  # fewer equations than that have a solution by chance
     return shares if told and _near((sides @ shares).view(whole.shape), whole) else None
@@ -118,10 +124,6 @@ def why_step(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) ->
         for axes, pair in _pairs(mesh, ("tp",)):
             if len({ranks[r].steps[step].generator for r in pair}) > 1:
                 yield f"ranks {_listed(pair)} ({axes}) draw other random numbers: their dropout masks differ"
-        yield (
-            "the step draws from torch's generator, so that its masks depend on the mesh; verify without dropout, or with "
-            "masks by position"
-        )
     if mesh.sizes["dp"] > 1 and (norms := one.batch_norm or ranks[0].batch_norm):
         yield f"{norms[0]}, a BatchNorm in training mode, normalises by its own rank's rows"
 

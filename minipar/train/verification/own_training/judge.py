@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.mesh import Mesh
 from minipar.train.reference import known
-from minipar.train.verification.own_training.causes import why_gradient, why_step, why_sum
+from minipar.train.verification.own_training.causes import DREW, why_gradient, why_step, why_sum
 from minipar.train.verification.own_training.parts import Part, parts_of
 from minipar.train.verification.own_training.watch import Held, Interrupted, Recorded, Tensors
 from minipar.train.verification.verify import Row
@@ -66,7 +66,8 @@ class TrainingVerification(NamedTuple):
             lines.append(f"{self.mesh} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}")
             lines += [f"  {cause}" for cause in dict.fromkeys(causes)]
         elif not self.faults:
-            lines.append(f"{self.mesh}: the numbers of one process")
+            rest = ", of what was compared" if any("not compared" in note for note in self.notes) else ""
+            lines.append(f"{self.mesh}: the numbers of one process{rest}")
         return "\n".join(lines)
 
 
@@ -99,7 +100,10 @@ class _Judge:
     ):
         self._mesh, self._one, self._ranks, self._parts = mesh, one, ranks, parts
         self._found = {part.name for held in parts for part in held.values() if part}
+        self._half = any(r.half for r in [one.run, *ranks])
         self.notes: list[str] = []
+        if self._half:
+            self.notes.append(f"modules compute in 16 bits, so differences up to {HALF:.0%} are not seen")
 
     def rows(self) -> Iterator[Row]:
         run, nudged = self._one.run, self._one.nudged
@@ -114,12 +118,17 @@ class _Judge:
             theirs, after = [r.steps[number] for r in self._ranks], nudged.steps[number]
             if (row := self._loss(number, [s.loss for s in theirs], step.loss, after.loss)) is not None:
                 yield self._explained(row, number)
-            for rank, their in enumerate(theirs):
-                if their.rates and their.rates != step.rates:
-                    words = f"{_listed(their.rates)}, and {_listed(step.rates)} in one process: is the schedule stepped?"
-                    yield Row(
-                        f"learning rate, step {number}", 0, math.inf, "learning rate", rank, False, words
+            rates = [
+                (rank, own, rate) for rank, their in enumerate(theirs) for own, rate in their.rates.items()
+            ]
+            for rank, own, rate in rates:
+                part = self._parts[rank].get(own)
+                right = rate if part is None else step.rates.get(part.name, rate)
+                if rate != right:
+                    words = f"{rate:.6g}, and {right:.6g} in one process" + (
+                        ": is the schedule stepped?" if number else ""
                     )
+                    yield Row(f"learning rate, step {number}", 0, math.inf, own, rank, False, words)
                     break
             for what in ("gradients", "weights", "buffers"):
                 held = [getattr(s, what) for s in theirs]
@@ -134,7 +143,9 @@ class _Judge:
         if run.untrained:
             yield f"no optimizer holds {_some(run.untrained)}: it gets gradients, and nobody trains it"
         who = ["one process", *(f"rank {i}" for i in range(len(self._ranks)))]
-        strangers = [(r.strangers, name) for r, name in zip([run, *self._ranks], who) if r.strangers]
+        strangers = [
+            (r.strangers, name) for r, name in zip([run, *self._ranks], who) if r.strangers != run.strangers
+        ]
         if strangers:
             yield (
                 f"on {strangers[0][1]} the optimizer holds {strangers[0][0]} parameters that are not the model's: was it "
@@ -148,6 +159,12 @@ class _Judge:
         }
         if lost := [name for name in run.trained if name not in trained and name in self._found]:
             yield f"one process trains {_some(lost)}, and no rank's optimizer holds it"
+        if run.strangers:
+            self.notes.append(
+                f"the optimizer holds {run.strangers} parameters that are not the returned model's: not compared"
+            )
+        if not any(held.value is not None for step in run.steps for held in step.gradients.values()):
+            yield "no parameter has a gradient when the optimizer steps: is backward called, or zero_grad after it?"
         if run.idle:
             yield f"the learning rate schedule {run.idle[0]} was never stepped in {len(run.steps)} steps"
         if self._one.sums and not run.untrained:
@@ -166,7 +183,7 @@ class _Judge:
                     continue
                 count += 1
                 right = wholes.get(part.name)
-                apart, limit = _apart(part, got, right, changed.get(part.name), largest)
+                apart, limit = _apart(part, got, right, changed.get(part.name), largest, self._half)
                 worst = max(worst, (apart / limit if limit else apart, apart, part.name, rank))
                 if apart > limit:
                     wrong.setdefault(part.name, []).append((apart, rank))
@@ -182,8 +199,11 @@ class _Judge:
                 "it is no part of one process's: is the seed, the cut or the order of construction another?"
             )
         elif what.startswith("weights"):
-            words.append(
+            held_by = (
                 "its gradient was right: are the optimizer's state, groups, weight decay or rate others?"
+            )
+            words.append(
+                held_by if name in self._one.run.trained else "no optimizer holds it: who changes it?"
             )
         return Row(what, count, apart, name, rank, False, "\n".join(words))
 
@@ -246,6 +266,11 @@ class _Judge:
             return None
         limit = self._limit() * max(abs(want), 1e-30) + ROUNDINGS * abs((moved or want) - want)
         losses = list(known_ones.values())
+        missing = any(by_rank[peer] is None for rank in known_ones for peer in self._mesh.group(rank, "dp"))
+        if missing and any(abs(loss - want) > limit for loss in losses):
+            if not number:
+                self.notes.append("some ranks alone return a loss, of their part: it is not compared")
+            return None
         mean, total = sum(losses) / len(losses), sum(losses)
         note = None
         if any(abs(loss - want) > limit for loss in losses) and self._alike_along_tp(known_ones, limit):
@@ -273,7 +298,11 @@ class _Judge:
 
     def _limit(self) -> float:
         dtypes = {x.dtype for x in _whole(self._one.run.initial).values() if x.is_floating_point()}
-        return max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
+        return (
+            HALF
+            if self._half
+            else max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
+        )
 
     def _explained(self, row: Row, step: int) -> Row:
         """Add what ranks do in this step that they shouldn't."""
@@ -281,8 +310,13 @@ class _Judge:
             return row
         causes = list(why_step(self._mesh, self._one.run, self._ranks, step))
         words = [*causes, *filter(None, row.place.split("\n"))]
-        if row.what.startswith("gradients") and not causes and not row.place.split("\n")[-1]:
-            words.append(why_sum(self._ranks, step))
+        if not causes and not row.place.split("\n")[-1]:
+            if self._one.run.steps[step].drew:
+                words.append(DREW)
+            elif row.what.startswith("gradients"):
+                words.append(why_sum(self._ranks, step))
+        elif row.what.startswith("loss") and not causes and self._one.run.steps[step].drew:
+            words.append(DREW)
         return row._replace(place="\n".join(words))
 
 
@@ -291,7 +325,7 @@ def _whole(held: Tensors) -> Whole:
 
 
 def _apart(
-    part: Part, got: Tensor | None, right: Tensor | None, moved: Tensor | None, largest: float
+    part: Part, got: Tensor | None, right: Tensor | None, moved: Tensor | None, largest: float, half: bool
 ) -> tuple[float, float]:
     """Return how far a part is from the right one, and how far it may be, relative to the whole tensor's largest entry."""
     if right is None or got is None:
@@ -301,12 +335,15 @@ def _apart(
     want = part.cut(right)
     if got.shape != want.shape:
         return math.inf, 0.0
+    if right.is_complex() and got.is_complex():
+        got, want, right = (torch.view_as_real(x) for x in (got, want, right))
+        moved = None if moved is None else torch.view_as_real(moved)
     if not (right.is_floating_point() and got.is_floating_point()):
         return float(not torch.equal(got, want)), 0.0
     coarse = min(got.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     # Entries that are rounding alone, such as the gradient of a key's bias, are held against the largest tensor's.
     scale = max(_size(right), 100 * torch.finfo(coarse).eps * largest)
-    limit = TOLERANCE.get(coarse, HALF)
+    limit = HALF if half else TOLERANCE.get(coarse, HALF)
     if moved is not None and scale:
         limit = max(limit, ROUNDINGS * known(_size(moved.double() - right.double()) / scale))
     apart = _size(got.double() - want.double())
@@ -319,15 +356,11 @@ def _name(mesh: Mesh) -> str:
 
 
 def _size(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+    return (x.double() if x.dtype == torch.bool else x).abs().max().item() if x.numel() else 0.0
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum((x.double() ** 2).sum().item() for x in tensors))
-
-
-def _listed(rates: set[float]) -> str:
-    return " and ".join(f"{rate:.6g}" for rate in sorted(rates))
 
 
 def _shape(held: Held) -> list[int]:
@@ -353,10 +386,7 @@ def _resumed_faults(
         if name := _changed(saved, loaded):
             yield f"a checkpoint doesn't restore {name} on {who}: after load(folder) it is another than when saved"
         elif rates != run.steps[-1].rates:
-            yield (
-                f"a checkpoint doesn't restore the learning rate on {who}: {_listed(rates)} where it "
-                f"would be {_listed(run.steps[-1].rates)}"
-            )
+            yield f"a checkpoint doesn't restore the learning rate on {who}"
         elif name := _changed(run.steps[-1].weights, last):
             yield (
                 f"a checkpoint restores the weights on {who}, and {name} still becomes another: is the optimizer's state, "

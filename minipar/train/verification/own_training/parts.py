@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -39,13 +40,18 @@ def parts_of(held: Tensors, whole: Mapping[str, Tensor], mesh: Mesh, rank: int) 
     at = {own.index(n): order.index(p.name) for n, p in parts.items() if p is not None}
     for name in sorted((n for n in alike if parts[n] is None), key=lambda name: len(alike[name])):
         mine = own.index(name)
-        near = min(at, key=lambda other: abs(other - mine), default=None)
+        near = min(at, key=lambda other: (-_shared(own[other], name), abs(other - mine)), default=None)
         expected = mine if near is None else at[near] + mine - near
         free = [n for n in alike[name] if order.index(n) not in at.values()]
         if free:
             found = min(free, key=lambda n: abs(order.index(n) - expected))
             parts[name], at[mine] = Part(found, _itself), order.index(found)
     return parts
+
+
+def _shared(a: str, b: str) -> int:
+    """Return how many modules two parameters have in common, from the outermost on."""
+    return len(os.path.commonprefix([a.split(".")[:-1], b.split(".")[:-1]]))
 
 
 def _fits(part: Part | None, held: Held, whole: Mapping[str, Tensor]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +70,7 @@ def verify_training(
     Raises ValueError, in one line, if `setup` fails or doesn't end in one process, returns something else, or differs
     between two calls; RankError if a rank fails or waits for ever.
     """
-    require_positive(steps=steps)
+    require_positive(steps=steps, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     subject = _subject(setup)
     size = pp * dp * cp * tp
@@ -98,6 +100,8 @@ def _subject(setup: Setup | str) -> Setup | FromFile:
     if place.endswith(".py"):
         if not os.path.isfile(place):
             raise ValueError(f"setup={setup!r}: there is no file {place}")
+        if not re.search(rf"\b{name}\b", Path(place).read_text()):
+            raise ValueError(f"setup={setup!r}: {place} defines no {name}")
         place = os.path.abspath(place)
     return FromFile(place, (name,))
 
@@ -124,9 +128,11 @@ def _alone(
         sums = False
         if what := _first_difference(first, again):
             sums = not what.endswith(("initial weights", "step 0")) and steps > 1
-            if sums:
+            if sums and not _trains_otherwise(first, again):
+                what, sums = None, False
+            if what and sums:
                 sums = _first_difference(first, record(subject, None, mesh, steps, limit_s)) is None
-            if not sums:
+            if what and not sums:
                 calls = "setup(None, mesh) differs between two calls in one process"
                 return f"{calls}, first in {what}: seed and build inside setup"
         nudged = record(subject, None, mesh, steps, limit_s, nudge=True)
@@ -190,3 +196,7 @@ def _differs(a: Tensors, b: Tensors) -> str | None:
 
 def _equal(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def _trains_otherwise(a: Recorded, b: Recorded) -> bool:
+    return any(_differs(x.weights, y.weights) for x, y in zip(a.steps, b.steps))

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,14 +41,14 @@ class Held(NamedTuple):
 
 Tensors = dict[str, Held]
 # The weights when saved and when loaded, and the learning rates and the weights of the last step.
-Interrupted = tuple[Tensors, Tensors, set[float], Tensors]
+Interrupted = tuple[Tensors, Tensors, dict[str, float], Tensors]
 
 
 class Step(NamedTuple):
     """One step of a training on one rank.
 
     gradients   as they were when an optimizer first stepped, clipped and all
-    rates       the learning rates of the optimizers' groups at that moment
+    rates       the learning rate of each parameter at that moment
     samples     a digest of each row of the model's input
     used        the parameters to which a backward has added a gradient
     generator   a digest of torch's generator before the step; `drew` tells whether the step used it
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
     loss: float | None
     gradients: Tensors
-    rates: set[float]
+    rates: dict[str, float]
     weights: Tensors
     buffers: Tensors
     samples: list[bytes]
@@ -73,6 +73,7 @@ class Recorded(NamedTuple):
     strangers  how many parameters the optimizers hold that are not the model's
     idle       the learning rate schedules that were never stepped
     batch_norm the modules that normalise by the statistics of this rank's rows
+    half       whether a module computed in 16 bits
     saves      whether `save` and `load` were given, and there are steps on both sides of a checkpoint
     """
 
@@ -84,6 +85,7 @@ class Recorded(NamedTuple):
     strangers: int
     idle: list[str]
     batch_norm: list[str]
+    half: bool
     saves: bool
 
 
@@ -113,20 +115,25 @@ class Training:
             raise ValueError(f"setup returned {_kind(wrong[0])} in place of a function; return {RETURNED}")
         self._takes_number = bool(inspect.signature(self._step).parameters)
         self.samples: list[bytes] = []
-        for module in self.models:
+        self.half = False
+        # In a pipeline's later stages there are activations in place of samples.
+        for module in self.models[:1] if mesh.sizes["pp"] > 1 else self.models:
             module.register_forward_pre_hook(self._see_samples, with_kwargs=True)
+        for module in {part for model in self.models for part in model.modules()}:
+            module.register_forward_pre_hook(self._see_dtype, with_kwargs=True)
         self._used: set[str] = set()
+        self.stepped_once, self._stepped = False, True
         for name, p in _named(self.models, "named_parameters"):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._see_use, name))
         self._gradients: Tensors = {}
-        self._rates: set[float] = set()
+        self._rates: dict[str, float] = {}
         for optimizer in self.optimizers:
             self._watch(optimizer)
 
     def step(self, number: int) -> Step:
         """Train one step."""
-        self._gradients, self._rates, self._stepped = {}, set(), False
+        self._gradients, self._rates, self._stepped = {}, {}, False
         self.samples.clear()
         self._used.clear()
         before = digest(torch.get_rng_state())
@@ -136,8 +143,7 @@ class Training:
             loss = loss.item()
         if not (loss is None or isinstance(loss, (int, float))):
             raise ValueError(f"step({number}) returned {_kind(loss)}; return the loss, a number, or None")
-        if not self._stepped and self.optimizers:
-            raise ValueError(f"step({number}) called no optimizer's step")
+        self.stepped_once |= self._stepped
         drew = digest(torch.get_rng_state()) != before
         return Step(
             None if loss is None else float(loss), self._gradients, self._rates, self.weights(), self.buffers(),
@@ -153,7 +159,7 @@ class Training:
 
     def forget_gradients(self) -> None:
         for model in self.models:
-            model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=False)
 
     def recorded(self, initial: Tensors, buffers: Tensors, steps: list[Step]) -> Recorded:
         params = dict(_named(self.models, "named_parameters"))
@@ -165,6 +171,10 @@ class Training:
         schedules = [
             s for s in gc.get_objects() if issubclass(type(s), LRScheduler) and s.optimizer in self.optimizers
         ]
+        inner = [s for outer in schedules for s in getattr(outer, "_schedulers", ())]
+        idle = [s for s in schedules if getattr(s, "last_epoch", 1) == 0 and not getattr(s, "T_cur", 0)]
+        with _whole_units(self.models, with_gradients=True) as visible:
+            hidden = not visible
         normalising = [
             name
             for model in self.models
@@ -177,11 +187,12 @@ class Training:
             initial,
             buffers,
             steps,
-            [name for name, p in params.items() if id(p) in held],
+            list(initial) if hidden else [name for name, p in params.items() if id(p) in held],
             [name for name, p in params.items() if id(p) not in held and name in with_gradient],
             len(held - known),
-            [type(s).__name__ for s in schedules if s.last_epoch == 0],
+            [type(s).__name__ for s in idle if s not in inner],
             normalising,
+            self.half,
             self.save is not None and len(steps) > 1,
         )
 
@@ -190,8 +201,23 @@ class Training:
 
         @wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._see_gradients(optimizer)
-            return step(*args, **kwargs)
+            closure = args[0] if args else kwargs.get("closure")
+            if not callable(closure):
+                self._see_gradients(optimizer)
+                return step(*args, **kwargs)
+            seen: list[bool] = []
+
+            @wraps(closure)
+            def once() -> Any:
+                loss = closure()
+                if not seen:
+                    self._see_gradients(optimizer)
+                    seen.append(True)
+                return loss
+
+            return step(
+                *((once, *args[1:]) if args else ()), **(kwargs if args else kwargs | {"closure": once})
+            )
 
         optimizer.step = watched
 
@@ -201,9 +227,12 @@ class Training:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.reduce_pending()  # as its step would
         self._stepped = True
-        self._rates |= {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
-        with _whole_units(self.models, with_gradients=True):
-            for name, p in _named(self.models, "named_parameters"):
+        names = {id(p): name for name, p in _named(self.models, "named_parameters")}
+        for group in optimizer.param_groups:
+            if group.get("lr") is not None:
+                self._rates |= {names[id(p)]: float(group["lr"]) for p in group["params"] if id(p) in names}
+        with _whole_units(self.models, with_gradients=True) as visible:
+            for name, p in _named(self.models, "named_parameters") if visible else ():
                 if first or id(p) in own:
                     self._gradients[name] = _seen(p, p.grad)
 
@@ -211,9 +240,19 @@ class Training:
         self._used.add(name)
 
     def _see_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
         rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
-        if rows is not None:
+        wrapped = rows is not None and torch._C._functorch.is_functorch_wrapped_tensor(rows)
+        if rows is not None and rows.layout == torch.strided and not wrapped:
             self.samples += [digest(row) for row in rows.detach()]
+
+    def _see_dtype(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        floats = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        autocast = any(torch.is_autocast_enabled(x.device.type) for x in floats)
+        self.half |= autocast or any(x.dtype.itemsize < 4 for x in floats)
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -250,9 +289,11 @@ def record(
                         p.mul_(1 + torch.finfo(p.dtype).eps)
     initial, buffers, seen = training.weights(), training.buffers(), []
     for number in range(steps):
-        if forget:
+        if forget and training._stepped:
             training.forget_gradients()
         seen.append(training.step(number))
+    if training.optimizers and not training.stepped_once:
+        raise ValueError(f"{steps} steps called no optimizer's step")
     return training.recorded(initial, buffers, seen)
 
 
@@ -301,6 +342,8 @@ def _seen(tensor: Tensor, value: Tensor | None) -> Held:
     if value is None:
         return Held(placement, None)
     whole: Any = value.detach()
+    if whole.layout != torch.strided:
+        whole = whole.to_dense()
     if hasattr(whole, "full_tensor"):
         everywhere = all(p.is_replicate() for p in whole.placements)
         whole = whole.to_local() if everywhere else whole.full_tensor()
@@ -308,17 +351,20 @@ def _seen(tensor: Tensor, value: Tensor | None) -> Held:
 
 
 @contextmanager
-def _whole_units(models: Sequence[nn.Module], with_gradients: bool = False) -> Iterator[None]:
-    """Hold torch's FullyShardedDataParallel's parameters whole meanwhile, since its flat shards have no names."""
+def _whole_units(models: Sequence[nn.Module], with_gradients: bool = False) -> Iterator[bool]:
+    """Hold torch's FullyShardedDataParallel's parameters whole meanwhile, since its flat shards have no names.
+
+    Gives whether gradients can be seen, too: not those of flat parameters that replace the module's own.
+    """
     flat = "FullyShardedDataParallel"
     roots = [m for m in models if any(type(part).__name__ == flat for part in m.modules())]
-    if not roots:
-        yield
-        return
-    units: list[Any] = [m for m in roots[0].modules() if type(m).__name__ == flat]
-    with_gradients &= all(unit._use_orig_params for unit in units)
-    with units[0].summon_full_params(roots[0], writeback=False, with_grads=with_gradients):
-        yield
+    units: list[Any] = [[m for m in root.modules() if type(m).__name__ == flat] for root in roots]
+    visible = with_gradients and all(unit._use_orig_params for of_root in units for unit in of_root)
+    with ExitStack() as stack:
+        for root, of_root in zip(roots, units):
+            summon = of_root[0].summon_full_params
+            stack.enter_context(summon(root, writeback=False, with_grads=visible))
+        yield visible or not roots
 
 
 def digest(x: Tensor) -> bytes:

@@ -51,7 +51,7 @@ BAD = {  # setup, and words of the one line that refuses it
     "nothing": (lambda world, mesh: None, "setup returned None; return (model, optimizer, step)"),
     "no optimizer": (lambda world, mesh: (mlp(), mlp(), print), "setup returned the optimizer a Sequential"),
     "no loss": (lambda world, mesh: (*train(world, mesh)[:2], lambda: "low"), "step(0) returned a str"),
-    "no step": (lambda world, mesh: (*train(world, mesh)[:2], lambda: 0.0), "step(0) called no optimizer's step"),
+    "no step": (lambda world, mesh: (*train(world, mesh)[:2], lambda: 0.0), "3 steps called no optimizer's step"),
     "no seed": (
         lambda world, mesh: train(world, mesh, lambda: torch.nn.Sequential(torch.nn.Linear(6, 4)).double()),
         "differs between two calls in one process, first in the initial weights",
@@ -79,7 +79,7 @@ def test_a_bad_setup_is_refused_in_one_line(name):
     [
         ("setups.py", "names no function"),
         ("nowhere.py:ddp", "there is no file nowhere.py"),
-        (f"{setups.__file__}:nothing", "has no attribute 'nothing'"),
+        (f"{setups.__file__}:nothing", "defines no nothing"),
         (3, "setup=3 is no function"),
     ],
 )
