@@ -24,6 +24,14 @@ AUTOCAST = """\
 """
 
 
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Give back what the script sets."""
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
 def program(section: str, who: str = "minipar", number: int = 0) -> str:
     """Return the program that a diff of a section makes, the first or a later one of `who`."""
     if who == "one process" or not section:

@@ -61,10 +61,8 @@ class Watched:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         names = _names(self._watched, args, options)
-        if (
-            "in place" in self._witness.conventions
-        ):  # it writes to copies, so that the question keeps its tensors
-            args = tuple(_copy(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
+        if "in place" in self._witness.conventions:  # on copies: the question keeps its tensors
+            args = tuple(x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
         around, self._witness.around = self._witness.around, nullcontext
         if self._witness.writes is None:
             with around():
