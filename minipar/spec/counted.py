@@ -118,7 +118,7 @@ def sent_by(name: str, given: Mapping[str, Any], rank: int, size: int) -> tuple[
             f"torch.distributed's {name} is not counted: minipar/spec/counted.py has no formula"
         )
     else:
-        parts = [xs] if name in IN_A_LIST else [x.split(_sizes(given, x, size)) for x in xs]
+        parts = [xs] if name in IN_A_LIST else [_parts(given, x, size) for x in xs]
         sent = [(to, part.nbytes) for mine in parts for to, part in enumerate(mine) if to != rank]
         sent = [(right, num_bytes) for _, num_bytes in sent] if kind == "reduce_scatter" else sent
     return kind, [(to, num_bytes) for to, num_bytes in sent if num_bytes]
@@ -143,8 +143,9 @@ def _inputs(given: Mapping[str, Any]) -> list[Tensor]:
     return tree_leaves(given[names[0]] if names else given.get("tensors", given.get("tensor")))
 
 
-def _sizes(given: Mapping[str, Any], x: Tensor, size: int) -> list[int]:
-    return given.get("input_split_sizes") or [len(x) // size] * size
+def _parts(given: Mapping[str, Any], x: Tensor, size: int) -> tuple[Tensor, ...]:
+    sizes = given.get("input_split_sizes")
+    return x.split(sizes) if sizes else x.reshape(-1).tensor_split(size)
 
 
 def _group(given: Mapping[str, Any]) -> Any:

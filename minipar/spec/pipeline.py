@@ -21,7 +21,7 @@ from minipar.support.live_bytes import LiveBytes, exists
 
 Peak = Callable[[int, int, int], int]  # (p, rank, m) -> live microbatches
 
-HEADER_BYTES = 1024  # may be sent to neighbours by an implementation that states so
+HEADER_BYTES = 256  # may be sent to neighbours by an implementation that states so
 WIDTH, BATCH, VOCAB = 4, 6, 7
 TOKENS = Kind("of tokens")
 

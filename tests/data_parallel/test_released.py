@@ -92,6 +92,19 @@ KINDS = {
 }
 
 
+def in_a_cycle(world):
+    model = FSDP(nn.Sequential(nn.Linear(4, 4)), world, nn.Linear)
+    model.module.owner = [model]
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    return reference() is None
+
+
+def test_an_fsdp_that_its_module_refers_to_is_collected():
+    assert minipar.run(in_a_cycle, world_size=2) == [True, True]
+
+
 def without_collector(function):
     """Run the function while Python's garbage collector is off; return its result."""
     gc.collect()

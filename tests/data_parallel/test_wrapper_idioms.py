@@ -253,6 +253,11 @@ def steps_under_no_sync(world):
         loss_of(fsdp, world.rank).backward()
     fsdp.zero_grad()
     optimizer.step()
+    loss_of(fsdp, world.rank).backward()
+    with fsdp.no_sync():  # a backward that gives no parameter a gradient leaves nothing out
+        x = torch.randn(2, 6, requires_grad=True, dtype=torch.float64)
+        torch.autograd.grad(fsdp(x).sum(), x)
+    optimizer.step()
 
 
 def test_a_step_that_would_leave_out_gradients_is_refused():

@@ -159,6 +159,13 @@ def test_adding_microbatches_in_half_precision_is_seen(monkeypatch, zero):
     assert verify(config).first_divergence.what == "gradients, step 0"
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("cut", [dict(cp=2, seed=0), dict(tp=2, seed=1), dict(cp=2, tp=2, seed=3)])
+def test_products_cut_over_ranks_round_otherwise_and_are_equal(cut):
+    result = verify(DEFAULTS.choosing(dtype="bfloat16", **cut))
+    assert result.equal, table(result)
+
+
 def overflowing(world, config):
     """The loss scales and skips of a few steps, by this rank."""
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)

@@ -253,6 +253,12 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
         train(replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path))
 
 
+def test_scaled_wavelengths_are_those_of_the_run_that_goes_on(tmp_path):
+    run = replace(BASE, model=replace(BASE.model, rope_scaling=(8.0, 1.0, 4.0, 16.0)), checkpoint_every=2)
+    train(replace(run, out=tmp_path / "first"))
+    train(replace(run, steps=run.steps + 1, resume=tmp_path / "first", out=tmp_path / "second"))
+
+
 @pytest.mark.thorough
 def test_the_last_step_is_saved_and_resuming_says_what_changed(tmp_path, capfd):
     train(replace(BASE, steps=3, checkpoint_every=2, out=tmp_path / "first"))

@@ -125,16 +125,15 @@ def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:
     writer, planner = FileSystemWriter(str(folder)), _SavePlanner(False, False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=comm is None or comm.rank == 0)
-    # Every rank computes the same global plan from the local plans of all. In torch, a coordinator would send it.
-    plans, metadata = planner.create_global_plan(
-        _of_all(comm, writer.prepare_local_plan(planner.create_local_plan()))
-    )
-    plan = writer.prepare_global_plan(plans)[0 if comm is None else comm.rank]
+    own = planner.create_local_plan()
     if comm is None or comm.rank == 0:
         # The metadata of an older checkpoint would describe what an interrupted save leaves.
         (Path(folder) / METADATA).unlink(missing_ok=True)
     if comm is not None:
         comm.barrier()
+    # Every rank computes the same global plan from the local plans of all. In torch, a coordinator would send it.
+    plans, metadata = planner.create_global_plan(_of_all(comm, writer.prepare_local_plan(own)))
+    plan = writer.prepare_global_plan(plans)[0 if comm is None else comm.rank]
     stored = _of_all(comm, writer.write_data(planner.finish_plan(plan), planner).wait())
     if comm is None or comm.rank == 0:
         writer.finish(metadata, stored)

@@ -148,6 +148,15 @@ def test_an_interrupted_save_is_not_read_as_a_checkpoint(tmp_path):
     assert overwritten(tmp_path) == [{1.0}, "FileNotFoundError", {3.0}]
 
 
+def test_a_save_that_has_not_begun_to_write_keeps_the_checkpoint(tmp_path):
+    parts = {"w": (Placement.whole("w", (2, 2)), torch.ones(2, 2))}
+    dcp.save(tmp_path, parts)
+    with pytest.raises(AttributeError):
+        dcp.save(tmp_path, {"w": (parts["w"][0], "no tensor")})
+    dcp.load(tmp_path, {"w": (parts["w"][0], read := torch.zeros(2, 2))})
+    assert read.sum() == 4
+
+
 def overwritten_by_all(world, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

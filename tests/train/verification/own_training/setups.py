@@ -235,6 +235,47 @@ def clip_part(model, world):
         g.mul_(0.1 / norm)
 
 
+def by_closure(world, mesh, average=averaged):
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step(k):
+        x, y = batch(k) if world is None else (own_part(x, mesh, k) for x in batch(k))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = ((model(x) - y) ** 2).mean()
+            loss.backward()
+            if world is not None:
+                average(model, mesh)
+                dist.all_reduce(loss := loss.detach().clone())
+                loss /= mesh.sizes["dp"]
+            return loss
+
+        return optimizer.step(closure)
+
+    return model, optimizer, step
+
+
+def half(world, mesh):
+    def model():
+        made = mlp().float()
+        forward = made.forward
+        made.forward = lambda x: torch.autocast("cpu", torch.bfloat16)(forward)(x.float())
+        return made
+
+    return train(world, mesh, model, after=averaged)
+
+
+def layerwise(params):
+    first, second, *rest = params
+    return torch.optim.SGD([{"params": [first, second], "lr": 0.01}, {"params": rest}], lr=0.1)
+
+
+def forgets_gradients(model, world):
+    model.zero_grad()
+
+
 DP, TP, PP = {"dp": 2}, {"tp": 2}, {"pp": 2}
 RIGHT = {
     "ddp": (DP, partial(train, wrap=ours)),
@@ -256,6 +297,9 @@ RIGHT = {
     "cut by hand": (TP, by_hand),
     "a schedule": (DP, partial(train, after=averaged, schedule=halving)),
     "a checkpoint": (DP, saved),
+    "a closure": (DP, by_closure),
+    "autocast": (DP, half),
+    "rates by layer": (DP, partial(train, after=averaged, optimizer=layerwise)),
 }
 
 
@@ -333,6 +377,16 @@ WRONG = {  # mesh, training, and words of the verdict
         DP,
         partial(train, optimizer=all_but_last_bias, after=averaged),
         "no optimizer holds 2.bias",
+    ),
+    "no gradient": (
+        DP,
+        partial(train, after=averaged, clip=forgets_gradients),
+        "no parameter has a gradient",
+    ),
+    "a closure that nobody averages": (
+        DP,
+        partial(by_closure, average=lambda model, mesh: None),
+        "each of ranks 0 and 1 (dp) keeps its own",
     ),
     "no zero_grad": (DP, partial(train, after=averaged, zeros=False), "gradients of earlier steps are added"),
     "no schedule.step": (
