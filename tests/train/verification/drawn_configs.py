@@ -96,9 +96,16 @@ def drawn_config(seed: int, number: int, files: Files) -> TrainConfig:
         for _ in range(TRIES):
             try:
                 config = _draw(rng, axes, schedule, compress, compiled, experts, files)
-                return _from_llama(rng, _draw_run(rng, config, files), files)
+                config = _scaled(Random(f"wavelengths {seed} {number}"), _draw_run(rng, config, files))
+                return _from_llama(rng, config, files)
             except ValueError:
                 continue
+
+
+def _scaled(rng: Random, config: TrainConfig) -> TrainConfig:
+    """Return the configuration, sometimes with longer wavelengths."""
+    scaling = rng.choice([None, None, None, (4.0,), (8.0, 1.0, 4.0, 16.0)])
+    return replace(config, model=replace(config.model, rope_scaling=scaling))
 
 
 def _from_llama(rng: Random, config: TrainConfig, files: Files) -> TrainConfig:
