@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from minipar.comm.transport.traffic import Traffic
+from minipar.spec.counted import tell
 from minipar.spec.from_file import FromFile, Implementation, OnComm
 
 WAIT_S = 20
@@ -46,6 +47,8 @@ def _entered(comm_class: Any, world: Any) -> Iterator[Any]:
     isend, irecv = dist.isend, dist.irecv
 
     def sending(x: Any, dst: int, **tag: int) -> SimpleNamespace:
+        if x.nbytes:
+            tell("send", [(dst, x.nbytes)])
         return SimpleNamespace(
             wait=partial(_wait, isend(x, dst, group=group, **tag), f"to send to rank {dst}")
         )
