@@ -261,7 +261,7 @@ WRONG = [
     ("all_reduce", lambda comm, x: x, "small", "the part of rank 1 is missing"),
     ("all_reduce", added_twice, "small", "the part of rank 1 was added more than once"),
     ("all_reduce", lambda comm, x: comm.all_reduce(x) / comm.size, "small", "it is the mean, not the sum"),
-    ("all_reduce", everybodys_and_added, "bytes", "bytes; a ring sends"),
+    ("all_reduce", everybodys_and_added, "bytes", r"bytes \(all_gather.*; a ring sends"),
     ("all_reduce", rounded_apart, "order", "differs from rank 0's in rounding"),
     ("broadcast", lambda comm, x, root: comm.broadcast(x, 0), "small", "is rank 0's; it should be rank 1's"),
     ("all_to_all", lambda comm, x, send, recv: x, "small", "the result has shape"),
