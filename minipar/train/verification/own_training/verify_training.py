@@ -83,7 +83,7 @@ def verify_training(
         shutdown()  # the default process group of the next pool has `size` ranks
         try:
             call = partial(run, world_size=size, backend=backend, timeout_s=timeout_s)
-            ranks = call(_on_rank, subject, sizes, steps, timeout_s, folder)
+            ranks = call(_on_rank, subject, sizes, _stepped(one), timeout_s, folder)
         finally:
             shutdown()  # what the caller's code leaves in a process
     return judge(Mesh(size, **sizes), one, ranks)
@@ -143,10 +143,15 @@ def _alone(
 
 
 def _on_rank(
-    world: Comm, subject: Setup | FromFile, sizes: dict[str, int], steps: int, limit_s: float, folder: str
+    world: Comm,
+    subject: Setup | FromFile,
+    sizes: dict[str, int],
+    stepped: list[bool],
+    limit_s: float,
+    folder: str,
 ) -> tuple[Recorded, Interrupted | None]:
-    mesh = Mesh(world, **sizes)
-    recorded = record(subject, world, mesh, steps, limit_s)
+    mesh, steps = Mesh(world, **sizes), len(stepped)
+    recorded = record(subject, world, mesh, steps, limit_s, stepped=stepped)
     return recorded, interrupted(subject, world, mesh, steps, limit_s, folder) if recorded.saves else None
 
 
@@ -166,11 +171,16 @@ def _among_ranks(
         raise made
     one, folder = made
     try:
-        ranks = all_gather_objects(world, _on_rank(world, subject, sizes, steps, limit_s, folder))
+        ranks = all_gather_objects(world, _on_rank(world, subject, sizes, _stepped(one), limit_s, folder))
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return judge(Mesh(world.size, **sizes), one, ranks)
+
+
+def _stepped(one: OneProcess) -> list[bool]:
+    """Return for each step whether one process's optimizer did one."""
+    return [step.stepped for step in one.run.steps]
 
 
 def _first_difference(a: Recorded, b: Recorded) -> str | None:

@@ -52,6 +52,7 @@ class Step(NamedTuple):
     samples     a digest of each row of the model's input
     used        the parameters to which a backward has added a gradient
     generator   a digest of torch's generator before the step; `drew` tells whether the step used it
+    stepped     whether an optimizer did a step
     """
 
     loss: float | None
@@ -63,6 +64,7 @@ class Step(NamedTuple):
     used: set[str]
     generator: bytes
     drew: bool
+    stepped: bool
 
 
 class Recorded(NamedTuple):
@@ -147,7 +149,7 @@ class Training:
         drew = digest(torch.get_rng_state()) != before
         return Step(
             None if loss is None else float(loss), self._gradients, self._rates, self.weights(), self.buffers(),
-            list(self.samples), set(self._used), before, drew,
+            list(self.samples), set(self._used), before, drew, self._stepped,
         )  # fmt: skip
 
     def weights(self) -> Tensors:
@@ -273,12 +275,13 @@ class Training:
 
 def record(
     setup: Setup | FromFile, world: Comm | None, mesh: Mesh, steps: int, limit_s: float, *,
-    nudge: bool = False, forget: bool = False,
+    nudge: bool = False, forget: bool = False, stepped: Sequence[bool] = (),
 ) -> Recorded:  # fmt: skip
     """Train `steps` steps and return what was seen.
 
     nudge    multiply the initial weights by 1 + eps, to see what rounding alone does
     forget   set the gradients to None before each step
+    stepped  the steps in which one process's optimizer does one: a rank that doesn't leaves the others waiting
     """
     training = Training(setup, world, mesh, limit_s)
     if nudge:
@@ -292,6 +295,8 @@ def record(
         if forget and training._stepped:
             training.forget_gradients()
         seen.append(training.step(number))
+        if number < len(stepped) and stepped[number] and training.optimizers and not seen[-1].stepped:
+            raise ValueError(f"step({number}) called no optimizer's step, and in one process it does")
     if training.optimizers and not training.stepped_once:
         raise ValueError(f"{steps} steps called no optimizer's step")
     return training.recorded(initial, buffers, seen)
