@@ -202,7 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The shards, also while gradients are not reduced."""
+        """Return the shards without asking whether their gradients are reduced."""
         for param in self._trained_without_bucket():
             if param.grad is not None:
                 raise RuntimeError(f"{placement_of(param).name} was thawed after zero_grad(); thaw it before")

@@ -76,7 +76,7 @@ class OnComm(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a stage's report says beside its verdict.
+    """The part of a stage's report that is not its verdict.
 
     conventions  those that the implementation states
     sent         bytes that rank 0 sent through torch.distributed when they were last counted, by kind

@@ -1,4 +1,4 @@
-"""What belongs to the caller: arguments, incoming gradients and results of earlier calls are compared before and after.
+"""Comparison, before and after, of what belongs to the caller: arguments, incoming gradients, results of earlier calls.
 
 Every implementation is called through `Watched`, whatever its specification. A Witness keeps a checksum of each tensor
 and list that goes in or comes out, so that nothing is copied, and tells at the end what an implementation wrote to. It

@@ -152,7 +152,6 @@ def _samples(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) ->
             return
     if missing := len(set(batch) - union):
         yield f"{missing} of {len(batch)} samples of one process's batch reach no rank"
-        return
 
 
 def why_sum(ranks: Sequence[Recorded], step: int) -> str:

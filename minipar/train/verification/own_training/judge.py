@@ -85,10 +85,10 @@ def judge(
 ) -> TrainingVerification:
     ranks = [recorded for recorded, _ in seen]
     whole = _whole(one.run.initial)
-    judge = _Judge(mesh, one, ranks, [parts_of(r.initial, whole, mesh, i) for i, r in enumerate(ranks)])
+    found = _Judge(mesh, one, ranks, [parts_of(r.initial, whole, mesh, i) for i, r in enumerate(ranks)])
     resumed = [again for _, again in seen]
     return TrainingVerification(
-        _name(mesh), list(judge.rows()), [*judge.faults(), *_resumed_faults(one, ranks, resumed)], judge.notes
+        _name(mesh), list(found.rows()), [*found.faults(), *_resumed_faults(one, ranks, resumed)], found.notes
     )
 
 

@@ -1,4 +1,4 @@
-"""Which part of a one-process parameter each of a rank's tensors is: by its placement, its name, or its first values."""
+"""The part of a one-process parameter that a rank's tensor is: told by its placement, its name, or its first values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training of the caller's own shows: recorded around its `setup`, on one rank or in one process."""
+"""A record of the caller's own training, on one rank or in one process, made by hooks around what `setup` returns."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Training:
         for module in {part for model in self.models for part in model.modules()}:
             module.register_forward_pre_hook(self._see_dtype, with_kwargs=True)
         self._used: set[str] = set()
-        self.stepped_once, self._stepped = False, True
+        self._stepped = True
         for name, p in _named(self.models, "named_parameters"):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._see_use, name))
@@ -145,7 +145,6 @@ class Training:
             loss = loss.item()
         if not (loss is None or isinstance(loss, (int, float))):
             raise ValueError(f"step({number}) returned {_kind(loss)}; return the loss, a number, or None")
-        self.stepped_once |= self._stepped
         drew = digest(torch.get_rng_state()) != before
         return Step(
             None if loss is None else float(loss), self._gradients, self._rates, self.weights(), self.buffers(),
@@ -280,7 +279,7 @@ def record(
     """Train `steps` steps and return what was seen.
 
     nudge    multiply the initial weights by 1 + eps, to see what rounding alone does
-    forget   set the gradients to None before each step
+    forget   zero the gradients before each step that follows an optimizer's
     stepped  the steps in which one process's optimizer does one: a rank that doesn't leaves the others waiting
     """
     training = Training(setup, world, mesh, limit_s)
@@ -297,7 +296,7 @@ def record(
         seen.append(training.step(number))
         if number < len(stepped) and stepped[number] and training.optimizers and not seen[-1].stepped:
             raise ValueError(f"step({number}) called no optimizer's step, and in one process it does")
-    if training.optimizers and not training.stepped_once:
+    if training.optimizers and not any(step.stepped for step in seen):
         raise ValueError(f"{steps} steps called no optimizer's step")
     return training.recorded(initial, buffers, seen)
 
