@@ -8,6 +8,7 @@ A choice that cannot work is refused in the caller's process, before any rank wa
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,17 @@ class Machine(NamedTuple):
 
 
 def _nccl_version() -> tuple[int, ...] | None:
-    """Return the version of the NCCL that this process has loaded, which may be newer than the one shipped with torch."""
+    """Return the version of the NCCL that this process has loaded, which may be newer than the one torch was built with."""
     try:
-        version: tuple[int, ...] = torch.cuda.nccl.version()
-        return version[:3]
+        built: tuple[int, ...] = torch.cuda.nccl.version()
     except AttributeError:  # torch was built without it
         return None
+    loaded = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(loaded))
+    except OSError:  # torch was built with NCCL inside
+        return built[:3]
+    return loaded.value // 10_000, loaded.value // 100 % 100, loaded.value % 100
 
 
 def choose_backend(backend: str, local_size: int, machine: Machine) -> str:

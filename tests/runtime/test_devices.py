@@ -71,3 +71,13 @@ def test_several_ranks_on_a_gpu_are_allowed_by_nccls_own_variable(monkeypatch):
         assert Machine.here().shares_gpus == allowed
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
     assert not Machine.here().shares_gpus
+
+
+def test_the_nccl_that_is_loaded_counts_not_the_one_torch_was_built_with(monkeypatch):
+    class Loaded:
+        def ncclGetVersion(self, found):
+            found._obj.value = 23203
+
+    monkeypatch.setattr(devices.torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: Loaded())
+    assert Machine.here().nccl == (2, 32, 3)
