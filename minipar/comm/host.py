@@ -28,4 +28,7 @@ def on_host(comm: Comm) -> Comm:
     # Shared, so that the explanation of a hang or a lost message includes these messages.
     host.channels = of.channels
     host.waits = of.waits
+    host.groups = (
+        of.groups
+    )  # torch makes a group of a name once; the same comm may be asked for its host's twice
     return Comm(host, comm.ranks, f"{comm.name} on the host", parent=comm)
