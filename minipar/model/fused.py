@@ -123,6 +123,7 @@ def _kernel_backward(
             dout, q, k, v, out, lse, 0.0, is_causal
         )
         return dq, dk, dv
+    lse = lse.contiguous()  # of which this kernel asks no strides
     no_rng = torch.zeros((), dtype=torch.int64, device=q.device)  # random state of unused dropout
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, no_rng, no_rng
