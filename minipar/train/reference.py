@@ -38,15 +38,17 @@ def train_in_one_process(
     steps: int,
     on_step: Callable[[int], None] | None = None,
     observe: Observe | None = None,
+    device: torch.device | str = "cpu",
 ) -> ReferenceRun:
     """Run the first `steps` steps of the run in this process, without a Comm, a wrapper or a mesh.
 
     observe  called with the master weights by name before the first step, and each time their gradients are complete,
              before they are clipped
+    device   where it computes. On a GPU the rotary angles' float32 cosines differ from a CPU's in the last bit
 
     Raises NotFinite if the loss or the gradient norm is not finite and on_nan is "stop".
     """
-    model = whole_model(config)
+    model = whole_model(config).to(device)
     weights = dict(model.named_parameters())
     masters = {
         n: p.detach().float().requires_grad_() if config.mixed_precision else p for n, p in weights.items()
@@ -67,7 +69,7 @@ def train_in_one_process(
         model.zero_grad()
         scale = 1.0 if scaler is None else scaler.current_scale
         set_num_groups(model, None, scale)
-        loss = model.loss(batch.tokens, batch.targets, batch.positions, step=step)
+        loss = model.loss(*batch.on(device), step=step)
         (loss * scale).backward()
         for name, p in weights.items():
             if p is not masters[name] and p.grad is not None:
@@ -85,7 +87,7 @@ def train_in_one_process(
             update_balance_bias(model)
         if on_step is not None:
             on_step(step)
-    return ReferenceRun(losses, norms, {name: p.detach() for name, p in masters.items()})
+    return ReferenceRun(losses, norms, {name: p.detach().cpu() for name, p in masters.items()})
 
 
 class Difference(NamedTuple):

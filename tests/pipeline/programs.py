@@ -85,11 +85,11 @@ def together(parts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss, {name: grad for _, grads in parts for name, grad in grads.items()}
 
 
-def one_process(config, dtype, batch, m, seed=0, steps=1):
-    model = Transformer(config, seed=seed, dtype=dtype)
+def one_process(config, dtype, batch, m, seed=0, steps=1, device="cpu"):
+    model = Transformer(config, seed=seed, dtype=dtype, device=device)
     for _ in range(steps):
-        loss = accumulate(model, *batch, m, step=3)
-    return loss, {name: p.grad for name, p in model.named_parameters()}
+        loss = accumulate(model, *(x.to(device) for x in batch), m, step=3)
+    return loss.cpu(), {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
 def assert_same(got: dict, want: dict, rtol: float = 1e-10) -> None:

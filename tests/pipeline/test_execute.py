@@ -87,7 +87,7 @@ def test_the_same_executor_trains_on_nccl(name):
     batch = make_batch(config, 4)
     program = (config, torch.float64, schedule, batch)
     loss, got = together(minipar.run(train_step, *program, world_size=2, backend="nccl", timeout_s=30))
-    want_loss, want = one_process(config, torch.float64, batch, 4)
+    want_loss, want = one_process(config, torch.float64, batch, 4, device="cuda")
     assert_equal_to(loss, want_loss)
     assert_same(got, want)
 

@@ -27,6 +27,11 @@ class Batch(NamedTuple):
     num_targets: int
     positions: torch.Tensor | None = None
 
+    def on(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return tokens, targets and positions on `device`."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return self.tokens.to(device), self.targets.to(device), positions
+
     def samples(self, ids: torch.Tensor) -> Batch:
         """Return these samples, with the number of targets of the whole batch."""
         positions = None if self.positions is None else self.positions[ids]

@@ -13,6 +13,7 @@ import torch
 from minipar.comm import Comm
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.mesh import Mesh, Placement, placement_of
+from minipar.runtime.devices import Machine, choose_backend
 from minipar.runtime.launch import run
 from minipar.train.checkpoint.initial_weights import check_initial_weights, whole_model
 from minipar.train.data.text import Text, load_data
@@ -108,14 +109,15 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
     step the gradients, the loss and the gradient norm; the weights at the end. So the first row that differs shows what
     went wrong first, and on which rank. For half precision, see `rounded_reference.py`; a run with lossy averages is
     compared by the reference that its `Averaging` has.
-    The mesh runs on GPUs if `backend` is "nccl", or if it is "auto" and NCCL can serve this mesh; the one process runs on
-    the CPU.
+    The mesh runs on GPUs if `backend` is "nccl", or if it is "auto" and NCCL can serve this mesh; then the one process
+    computes on a GPU, too, except for half precision, which is compared with the CPU.
     Raises ValueError for a text that is unreadable, too short or outside the vocabulary, RankError if a rank fails.
     """
     config.require_local_ranks()
     lossy = _lossy_reference(config)
     check_initial_weights(config)
     text, _ = load_data(config)
+    backend = choose_backend(backend, config.world_size, Machine.here())
     seen = run(
         _observe_rank, config, text, world_size=config.world_size, backend=backend, timeout_s=config.timeout_s
     )
@@ -123,7 +125,7 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
         return Verification(config, lossy.lossy_rows(config, text, seen))
     if is_rounded(config):
         return Verification(config, _rounded_rows(config, text, seen))
-    wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1)[0]
+    wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1, backend=backend)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
     for i, (what, step, want) in enumerate(wanted):
@@ -187,14 +189,14 @@ def _observe_one_process(world: Comm, config: TrainConfig, text: Text) -> Observ
 
     def observe(masters: Mapping[str, torch.Tensor]) -> None:
         if not seen:
-            weights = {n: p.detach().clone() for n, p in masters.items()}
+            weights = {n: p.detach().to("cpu", copy=True) for n, p in masters.items()}
             seen.append(Snapshot("initial weights", None, weights))
         else:
             step = len(seen) - 1
-            gradients = {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}
+            gradients = {n: p.grad.to("cpu", copy=True) for n, p in masters.items() if p.grad is not None}
             seen.append(Snapshot(f"gradients, step {step}", step, gradients))
 
-    reference = train_in_one_process(config, text, config.steps, observe=observe)
+    reference = train_in_one_process(config, text, config.steps, observe=observe, device=world.device)
     seen.append(Snapshot("weights at the end", None, dict(reference.parameters)))
     return Observed(seen, reference.losses, reference.grad_norms, [])
 
