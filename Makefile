@@ -81,8 +81,8 @@ mutate: $(VENV)/mutation-installed ## plant SAMPLE small faults in the room ROOM
 test-gpu: $(VENV)/installed ## the tests on GPUs, by NCCL; then a table, and docs/generated/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu
 
-bench-gpu: $(VENV)/installed ## the benchmarks on GPUs, against NCCL and torch's kernels. Without a GPU, one line
-	$(BIN)/python -m benchmarks --device cuda
+bench-gpu: $(VENV)/installed ## what only a GPU can say, in ten minutes; writes docs/gpu.md. Without a GPU, one line
+	$(BIN)/python -m benchmarks.on_gpu
 
 site: $(VENV)/site-installed ## README, lessons, book, museum, API and interactive pages as a static site: build/site (needs npm)
 	@$(BIN)/python -m website.build

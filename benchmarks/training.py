@@ -32,25 +32,25 @@ TRACE = "gpu-trace.json"
 
 def rows(quick: bool = False) -> list[Row]:
     """Race FSDP steps on each number of ranks, and on one rank; the note has TFLOP/s per rank, and MFU for a known GPU."""
-    rounds, large = 3 if quick else 11, on_cuda() and not quick
+    return [step_row(ranks, 3 if quick else 11, on_cuda() and not quick) for ranks in (1, *worlds())]
+
+
+def step_row(ranks: int, rounds: int, large: bool) -> Row:
     model, samples = (LARGE, 4) if large else (SMALL, 2)
-    found = []
-    for ranks in (1, *worlds()):
-        config = TrainConfig(
-            model=model, dp=ranks, zero=3 if ranks > 1 else 0, batch_size=samples * ranks,
-            seq_len=model.max_seq_len, dtype="bfloat16" if large else "float32", steps=1000,
-        )  # fmt: skip
-        results = run(_race_attention, config, load_data(config)[0], rounds, world_size=ranks)
-        made = row(
-            f"training step, {ranks} {'rank' if ranks == 1 else 'ranks'}", [times for times, _, _ in results]
-        )
-        tflops = samples * config.seq_len * flops_per_token(model, config.seq_len) / made.ours_s / 1e12
-        hidden = sum(overlap_fraction(spans) for _, spans, _ in results) / ranks
-        note = f"{made.note}  {tflops:.2f} TFLOP/s a rank{_mfu(tflops, results[0][2])}"
-        found.append(made._replace(note=f"{note}, communication hidden {hidden:.0%}" if ranks > 1 else note))
-        if on_cuda():
-            write_chrome_trace(TRACE, {rank: spans for rank, (_, spans, _) in enumerate(results)})
-    return found
+    config = TrainConfig(
+        model=model, dp=ranks, zero=3 if ranks > 1 else 0, batch_size=samples * ranks,
+        seq_len=model.max_seq_len, dtype="bfloat16" if large else "float32", steps=1000,
+    )  # fmt: skip
+    results = run(_race_attention, config, load_data(config)[0], rounds, world_size=ranks)
+    made = row(
+        f"training step, {ranks} {'rank' if ranks == 1 else 'ranks'}", [times for times, _, _ in results]
+    )
+    tflops = samples * config.seq_len * flops_per_token(model, config.seq_len) / made.ours_s / 1e12
+    hidden = sum(overlap_fraction(spans) for _, spans, _ in results) / ranks
+    note = f"{made.note}  {tflops:.2f} TFLOP/s a rank{_mfu(tflops, results[0][2])}"
+    if on_cuda():
+        write_chrome_trace(TRACE, {rank: spans for rank, (_, spans, _) in enumerate(results)})
+    return made._replace(note=f"{note}, communication hidden {hidden:.0%}" if ranks > 1 else note)
 
 
 def _mfu(tflops: float, gpu: str | None) -> str:

@@ -1,12 +1,13 @@
 """How the benchmarks turn times into figures; the times themselves are no test's business."""
 
+import json
 from itertools import islice
 
 import pytest
 import torch
 
 import benchmarks
-from benchmarks import checkpoints, context, harness, training
+from benchmarks import checkpoints, context, harness, on_gpu, training
 from benchmarks.collectives import line, with_bus_bandwidth
 from benchmarks.harness import Row, print_table, row
 from benchmarks.peers import nanogpt, picotron
@@ -117,3 +118,22 @@ def test_picotron_s_ranks_get_every_token_once_as_ours_do(mesh):
             found.setdefault(dp_rank, []).append(tokens)
     whole = torch.cat([torch.cat(found[r], dim=1) for r in range(config.dp)])
     assert torch.equal(whole, batch_of(config, text, 1).tokens)
+
+
+def test_a_gpu_s_page_tells_what_failed_and_has_the_other_figures(tmp_path, monkeypatch):
+    def breaks(gpu):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(on_gpu.SECTIONS, "launches", breaks)
+    assert on_gpu.main(("launches", "beside"), device="cpu", out=tmp_path) == 1
+    page = (tmp_path / "gpu.md").read_text()
+    assert "failed: out of memory" in page
+    assert "| copy to the host |" in page
+    assert len(json.loads((tmp_path / "generated" / "gpu.json").read_text())["beside"]) == 4
+
+
+def test_without_a_gpu_nothing_is_measured_or_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(on_gpu.devices.Machine, "here", lambda: on_gpu.devices.Machine(0, None, False))
+    assert on_gpu.main(out=tmp_path / "docs") == 0
+    assert "nothing was measured: NCCL needs a GPU" in capsys.readouterr().out
+    assert not (tmp_path / "docs").exists()

@@ -88,8 +88,8 @@ def page(found: Collector, about: dict[str, str]) -> str:
     lines += [f"- tests: {passed} passed, {len(failed)} failed", ""]
     lines += [f"- failed: `{test}`" for test in failed] + [""] * bool(failed)
     lines += [
-        "Largest difference from one process on the CPU, relative to a tensor's largest entry, by dtype; then a training "
-        "step of a small model, its peak memory on a rank, and the fraction of its communication that computing hides.",
+        "Largest difference from one process (in half precision, on the CPU), relative to a tensor's largest entry; then a "
+        "training step of a small model, its peak memory on a rank, and how much of its communication computing hides.",
         "",
         *table(found),
     ]
