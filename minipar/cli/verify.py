@@ -15,6 +15,7 @@ from minipar.cli.parse import Parsed, Work
 from minipar.cli.topics import run_flags
 from minipar.cli.train import import_chosen
 from minipar.config.check_paths import check_paths
+from minipar.config.mesh_rules import MeshSizes
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.support.environment import is_rank_0
 
@@ -46,11 +47,7 @@ def verify_flags(argv: Sequence[str] | None) -> Parsed:
 
 def own_training_command(
     setup: tyro.conf.Positional[str],
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
+    sizes: Annotated[MeshSizes, tyro.conf.arg(name="")],
     steps: int = 3,
     backend: str | None = None,
     timeout_s: float = 60.0,
@@ -64,24 +61,17 @@ def own_training_command(
 
     Args:
         setup: FILE.py:NAME or PACKAGE.MODULE:NAME of the function `setup`.
-        dp: data parallel ranks.
-        tp: tensor parallel ranks.
-        pp: pipeline ranks.
-        cp: context parallel ranks.
-        ep: expert parallel ranks, inside dp x cp.
         steps: training steps to compare.
         backend: gloo, nccl or auto; by default gloo.
         timeout_s: how long one wait, `setup` or one step may take, in seconds.
     """
-    return partial(
-        _own_training, setup, backend, timeout_s, dict(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, steps=steps)
-    )
+    return partial(_own_training, setup, steps=steps, backend=backend, timeout_s=timeout_s, **sizes)
 
 
-def _own_training(setup: str, backend: str | None, timeout_s: float, sizes: dict[str, int]) -> None:
+def _own_training(setup: str, **options: Any) -> None:
     from minipar.train.verification.own_training.verify_training import verify_training
 
-    result = verify_training(setup, backend=backend, timeout_s=timeout_s, **sizes)
+    result = verify_training(setup, **options)
     if is_rank_0():
         print(result)
     raise SystemExit(0 if result.equal else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 from minipar.config.context_limits import (
     ATTENTIONS,
@@ -16,6 +16,21 @@ from minipar.config.context_limits import (
 from minipar.config.model_config import ModelConfig
 from minipar.config.rules import EP_RANKS, GROUPS, TENSOR, View, check
 from minipar.support.errors import one_of, require_divides, require_positive
+
+
+class MeshSizes(TypedDict, total=False):
+    """The sizes of a mesh, as keyword arguments."""
+
+    dp: int
+    """data parallel ranks; 1 if not given"""
+    tp: int
+    """tensor parallel ranks; 1 if not given"""
+    pp: int
+    """pipeline ranks; 1 if not given"""
+    cp: int
+    """context parallel ranks; 1 if not given"""
+    ep: int
+    """expert parallel ranks, inside dp x cp; 1 if not given"""
 
 
 def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:

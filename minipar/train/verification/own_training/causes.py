@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 
 import torch
 from torch import Tensor
@@ -47,47 +47,45 @@ def why_gradient(
     mine, right = got[rank], want[rank]
     if mine is None:
         return "it has no gradient here: frozen, unused, or cut off from the loss"
-    for axes, ranks in groups_of(mesh, rank):
-        same = [got.get(r) for r in ranks if r in want and _same(want[r], right)]
-        others = [x.double() for x in same if x is not None]
-        if len(others) < len(ranks):
-            continue
-        if all(_near(x, mine) for x in others):
-            continue  # a multiple, if anything
-        if (shares := _shares(others, right)) is None:
-            continue
-        if _near(shares, torch.ones(len(ranks))):
-            return (
-                f"a partial sum: those of ranks {_listed(ranks)} ({axes}) add up to it, and nobody sums them"
-            )
-        clipped = (
-            "" if _near(shares, torch.full_like(shares, 1 / len(ranks))) else ", clipped by its own norm"
-        )
-        return f"each of ranks {_listed(ranks)} ({axes}) keeps its own{clipped}: nobody averages them"
     square = (right.double() ** 2).sum().item()
     times = (mine.double() * right.double()).sum().item() / square if square else math.nan
+    remains = None
     if not _near(mine, right * times):
-        if (
-            before is not None
-            and (shares := _shares([right, before], mine)) is not None
-            and shares[1].abs() > ALIKE
-        ):
-            return "the gradient of the step before is still in it: is zero_grad called?"
-        return ""
+        times = math.nan
+        remains = None if before is None else _shares([right, before], mine)
+    why: dict[str, object] = {}  # what may be, and whether it is
     for axes, ranks in groups_of(mesh, rank):
-        if abs(times - len(ranks)) < ALIKE:
-            return f"{len(ranks)} times the right one: summed over {axes}, where the mean is meant"
-        if abs(times * len(ranks) - 1) < ALIKE:
-            return f"1/{len(ranks)} of the right one: divided by the size of {axes} once too often"
+        n, those = len(ranks), f"ranks {_listed(ranks)} ({axes})"
+        same = [x for r in ranks if r in want and _same(want[r], right) and (x := got[r]) is not None]
+        apart = len(same) == n and not all(_near(x, mine) for x in same)  # else a multiple, if anything
+        shares = _shares(same, right) if apart else None
+        why |= {
+            f"a partial sum: those of {those} add up to it, and nobody sums them": _all_near(shares, 1),
+            f"each of {those} keeps its own: nobody averages them": _all_near(shares, 1 / n),
+            f"each of {those} keeps its own, clipped by its own norm: nobody averages them": shares
+            is not None,
+            f"{n} times the right one: summed over {axes}, where the mean is meant": abs(times - n) < ALIKE,
+            f"1/{n} of the right one: divided by the size of {axes} once too often": abs(times * n - 1)
+            < ALIKE,
+        }
+    factor = f"{times:{'.9g' if abs(times - 1) < ALIKE else '.4g'}} times the right one"
+    clipped = f"{factor}: clipped to the right norm, from another scale or beside other gradients that differ"
+    still = "the gradient of the step before is still in it: is zero_grad called?"
     got_norm, own_norm, whole_norm = norms
-    factor = (
-        f"{times:.9g} times the right one" if abs(times - 1) < ALIKE else f"{times:.4g} times the right one"
-    )
-    if not math.isclose(got_norm, whole_norm, rel_tol=ALIKE):
-        return f"{factor}, entry by entry"
-    if own_norm < whole_norm * (1 - ALIKE):
-        return f"{factor}: clipped by the norm of this rank's part, not of the whole"
-    return f"{factor}: clipped to the right norm, from another scale or beside other gradients that differ"
+    why |= {
+        still: remains is not None and remains[1].abs() > ALIKE,
+        "": math.isnan(times),
+        f"{factor}, entry by entry": not math.isclose(got_norm, whole_norm, rel_tol=ALIKE),
+        f"{factor}: clipped by the norm of this rank's part, not of the whole": (
+            own_norm < whole_norm * (1 - ALIKE)
+        ),
+        clipped: True,
+    }
+    return next(words for words, holds in why.items() if holds)
+
+
+def _all_near(shares: Tensor | None, each: float) -> bool:
+    return shares is not None and _near(shares, torch.full_like(shares, each))
 
 
 def _shares(parts: Sequence[Tensor], whole: Tensor) -> Tensor | None:
@@ -113,51 +111,52 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 def why_step(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) -> Iterator[str]:
     """Yield what ranks do in this step that they shouldn't: wrong samples, other random numbers, statistics of a part."""
-    yield from _samples(mesh, one, ranks, step)
-    for axes, (first, second) in _pairs(mesh, ("dp",)):
-        uses = {rank: ranks[rank].steps[step].used for rank in (first, second)}
-        for has, lacks in ((first, second), (second, first)):
-            if lacking := sorted((uses[has] - uses[lacks]) & one.steps[step].used):
-                yield f"{', '.join(lacking)} gets a gradient on rank {has}, and none on rank {lacks} ({axes})"
+    yield from islice(_wrong_samples(mesh, *samples_of(one, ranks, step)), 1)
+    for pair in _pairs(mesh, "dp"):
+        for has, lacks in (pair, pair[::-1]):
+            uses, others = (ranks[rank].steps[step].used for rank in (has, lacks))
+            if lacking := sorted((uses - others) & one.steps[step].used):
+                yield f"{', '.join(lacking)} gets a gradient on rank {has}, and none on rank {lacks} (dp)"
                 return
     if one.steps[step].drew:
-        for axes, pair in _pairs(mesh, ("tp",)):
+        for pair in _pairs(mesh, "tp"):
             if len({ranks[r].steps[step].generator for r in pair}) > 1:
-                yield f"ranks {_listed(pair)} ({axes}) draw other random numbers: their dropout masks differ"
+                yield f"ranks {_listed(pair)} (tp) draw other random numbers: their dropout masks differ"
     if mesh.sizes["dp"] > 1 and (norms := one.batch_norm or ranks[0].batch_norm):
         yield f"{norms[0]}, a BatchNorm in training mode, normalises by its own rank's rows"
 
 
-def _samples(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) -> Iterator[str]:
-    batch = one.steps[step].samples
+def samples_of(one: Recorded, ranks: Sequence[Recorded], step: int) -> tuple[list[bytes], list[list[bytes]]]:
+    """Return one process's samples and each rank's, along the dim in which more of the ranks' are one process's."""
+    batch, *seen = (run.steps[step].samples for run in (one, *ranks))
+    dim = max((0, 1), key=lambda dim: sum(len(set(batch[dim]).intersection(own[dim])) for own in seen))
+    return batch[dim], [own[dim] for own in seen]
+
+
+def _wrong_samples(mesh: Mesh, batch: list[bytes], of_ranks: list[list[bytes]]) -> Iterator[str]:
     if len(set(batch)) < len(batch) or mesh.sizes["cp"] > 1:
         return  # rows can't be told apart, or are cut
-    firsts = [r for r in range(len(ranks)) if mesh.coordinates_of(r).pp == 0]  # later stages see activations
-    seen = {r: set(ranks[r].steps[step].samples) for r in firsts}
+    # Later stages see activations.
+    seen = {r: set(own) for r, own in enumerate(of_ranks) if mesh.coordinates_of(r).pp == 0}
     if not any(seen.values()):
         return  # the model was not called as a module
-    for axes, (a, b) in _pairs(mesh, ("dp",)):
-        if a in seen and seen[a] & seen[b]:
-            both = len(seen[a] & seen[b])
-            yield f"ranks {a} and {b} ({axes}) train on the same samples: {both} of {len(seen[a])}"
-            return
-    for axes, (a, b) in _pairs(mesh, ("tp",)):
+    for a, b in _pairs(mesh, "dp"):
+        if a in seen and (both := len(seen[a] & seen[b])):
+            yield f"ranks {a} and {b} (dp) train on the same samples: {both} of {len(seen[a])}"
+    for a, b in _pairs(mesh, "tp"):
         if a in seen and seen[a] != seen[b]:
-            yield f"ranks {a} and {b} ({axes}) must see the same samples, and don't"
-            return
-    union = set().union(*seen.values())
-    for r in firsts:
-        if foreign := len(seen[r] - set(batch)):
-            yield f"{foreign} of {len(seen[r])} samples of rank {r} are not in one process's batch"
-            return
-    if missing := len(set(batch) - union):
+            yield f"ranks {a} and {b} (tp) must see the same samples, and don't"
+    for r, own in seen.items():
+        if foreign := len(own - set(batch)):
+            yield f"{foreign} of {len(own)} samples of rank {r} are not in one process's batch"
+    if missing := len(set(batch).difference(*seen.values())):
         yield f"{missing} of {len(batch)} samples of one process's batch reach no rank"
 
 
-def why_sum(ranks: Sequence[Recorded], step: int) -> str:
+def why_sum(one: Recorded, ranks: Sequence[Recorded], step: int) -> str:
     """Return what may be wrong where samples are right and nothing else is known: how ranks' losses are put together."""
-    counts = [len(seen.samples) for r in ranks if (seen := r.steps[step]).samples]
-    if len(set(counts)) > 1:
+    counts = {len(own) for own in samples_of(one, ranks, step)[1] if own}
+    if len(counts) > 1:
         return f"ranks train on {min(counts)} to {max(counts)} samples: the mean of their means is not the mean of all"
     return (
         "no multiple and no part of the right one: a mean of the ranks' means, where their counts of tokens differ? a clip "
@@ -165,12 +164,11 @@ def why_sum(ranks: Sequence[Recorded], step: int) -> str:
     )
 
 
-def _pairs(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _pairs(mesh: Mesh, axis: str) -> Iterator[tuple[int, ...]]:
     for rank in range(mesh.world_size):
-        ranks = mesh.group(rank, *axes)
+        ranks = mesh.group(rank, axis)
         if ranks[0] == rank:
-            for pair in combinations(ranks, 2):
-                yield " x ".join(axes), pair
+            yield from combinations(ranks, 2)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from minipar.mesh import Mesh
 from minipar.train.reference import known
 from minipar.train.verification.own_training.causes import DREW, why_gradient, why_step, why_sum
-from minipar.train.verification.own_training.parts import Part, parts_of
+from minipar.train.verification.own_training.parts import Part, itself, parts_of
 from minipar.train.verification.own_training.watch import Held, Interrupted, Recorded, Tensors
 from minipar.train.verification.verify import Row
 
@@ -86,10 +87,8 @@ def judge(
     ranks = [recorded for recorded, _ in seen]
     whole = _whole(one.run.initial)
     found = _Judge(mesh, one, ranks, [parts_of(r.initial, whole, mesh, i) for i, r in enumerate(ranks)])
-    resumed = [again for _, again in seen]
-    return TrainingVerification(
-        _name(mesh), list(found.rows()), [*found.faults(), *_resumed_faults(one, ranks, resumed)], found.notes
-    )
+    resumed = islice(_resumed_faults(one, ranks, [again for _, again in seen]), 1)
+    return TrainingVerification(_name(mesh), [*found.rows()], [*found.faults(), *resumed], found.notes)
 
 
 class _Judge:
@@ -107,10 +106,8 @@ class _Judge:
 
     def rows(self) -> Iterator[Row]:
         run, nudged = self._one.run, self._one.nudged
-        initial = self._tensors(
-            "initial weights", [r.initial for r in self._ranks], run.initial, nudged.initial
-        )
-        yield self._covered(initial)
+        initial = [r.initial for r in self._ranks]
+        yield self._covered(self._tensors("initial weights", initial, run.initial, nudged.initial))
         if run.buffers:
             held = [r.buffers for r in self._ranks]
             yield self._tensors("initial buffers", held, run.buffers, nudged.buffers)
@@ -118,18 +115,7 @@ class _Judge:
             theirs, after = [r.steps[number] for r in self._ranks], nudged.steps[number]
             if (row := self._loss(number, [s.loss for s in theirs], step.loss, after.loss)) is not None:
                 yield self._explained(row, number)
-            rates = [
-                (rank, own, rate) for rank, their in enumerate(theirs) for own, rate in their.rates.items()
-            ]
-            for rank, own, rate in rates:
-                part = self._parts[rank].get(own)
-                right = rate if part is None else step.rates.get(part.name, rate)
-                if rate != right:
-                    words = f"{rate:.6g}, and {right:.6g} in one process" + (
-                        ": is the schedule stepped?" if number else ""
-                    )
-                    yield Row(f"learning rate, step {number}", 0, math.inf, own, rank, False, words)
-                    break
+            yield from islice(self._rates(number, [s.rates for s in theirs], step.rates), 1)
             for what in ("gradients", "weights", "buffers"):
                 held = [getattr(s, what) for s in theirs]
                 want, moved = getattr(step, what), getattr(after, what)
@@ -142,15 +128,13 @@ class _Judge:
         run = self._one.run
         if run.untrained:
             yield f"no optimizer holds {_some(run.untrained)}: it gets gradients, and nobody trains it"
-        who = ["one process", *(f"rank {i}" for i in range(len(self._ranks)))]
-        strangers = [
-            (r.strangers, name) for r, name in zip([run, *self._ranks], who) if r.strangers != run.strangers
-        ]
-        if strangers:
-            yield (
-                f"on {strangers[0][1]} the optimizer holds {strangers[0][0]} parameters that are not the model's: was it "
-                "made before the model was cut, wrapped or replaced?"
-            )
+        for who, r in _named_runs(run, self._ranks):
+            if r.strangers != run.strangers:
+                yield (
+                    f"on {who} the optimizer holds {r.strangers} parameters that are not the model's: was it made before "
+                    "the model was cut, wrapped or replaced?"
+                )
+                break
         trained = {
             part.name
             for parts, r in zip(self._parts, self._ranks)
@@ -170,52 +154,54 @@ class _Judge:
         if self._one.sums and not run.untrained:
             yield "gradients of earlier steps are added to those of later ones: is zero_grad called?"
 
+    def _pieces(self, held: list[Tensors], wholes: Whole) -> Iterator[tuple[int, str, Part, Tensor | None]]:
+        """Yield what ranks hold: the rank, the name there, the part of one process's tensor that it is, and the value.
+
+        The part is that of the parameter, of whose gradient ZeRO has a range; or a whole buffer.
+        """
+        for rank, (tensors, parts) in enumerate(zip(held, self._parts)):
+            for own, (placement, value) in tensors.items():
+                part = parts.get(own)
+                if part and placement is not None and placement.flat is not None:
+                    part = part._replace(cut=placement.slice_of)
+                elif (
+                    own not in parts
+                    and own in wholes
+                    and value is not None
+                    and value.shape == wholes[own].shape
+                ):
+                    part = Part(own, itself)
+                if part and (part.name in wholes or value is not None):
+                    yield rank, own, part, value
+
     def _tensors(self, what: str, held: list[Tensors], want: Tensors, moved: Tensors, number: int = 0) -> Row:
         """Compare every rank's parts with one process's tensors. The words say how many differ, and why the worst does."""
         wholes, changed = _whole(want), _whole(moved)
-        largest = max((_size(x) for x in wholes.values()), default=0.0)
+        largest = max(map(_size, wholes.values()), default=0.0)
         worst, count = (-1.0, 0.0, "", 0), 0  # first what is nearest to its limit
-        wrong: dict[str, list[tuple[float, int]]] = {}
-        for rank, (tensors, parts) in enumerate(zip(held, self._parts)):
-            for own, one in tensors.items():
-                part, got = self._part(parts, own, one, wholes), one.value
-                if part is None or (part.name not in wholes and got is None):
-                    continue
-                count += 1
-                right = wholes.get(part.name)
-                apart, limit = _apart(part, got, right, changed.get(part.name), largest, self._half)
-                worst = max(worst, (apart / limit if limit else apart, apart, part.name, rank))
-                if apart > limit:
-                    wrong.setdefault(part.name, []).append((apart, rank))
+        wrong: dict[str, tuple[float, int]] = {}
+        for rank, _, part, got in self._pieces(held, wholes):
+            count += 1
+            right = wholes.get(part.name)
+            apart, limit = _apart(part, got, right, changed.get(part.name), largest, self._half)
+            worst = max(worst, (apart / limit if limit else apart, apart, part.name, rank))
+            if apart > limit:
+                wrong[part.name] = max(wrong.get(part.name, (apart, rank)), (apart, rank))
         if not wrong:
             return Row(what, count, *worst[1:], True)
-        name = max(wrong, key=lambda n: max(wrong[n]))
-        apart, rank = max(wrong[name])
+        name = max(wrong, key=lambda name: wrong[name])
+        apart, rank = wrong[name]
+        why = {
+            "initial": "it is no part of one process's: is the seed, the cut or the order of construction another?",
+            "weights": "its gradient was right: are the optimizer's state, groups, weight decay or rate others?"
+            if name in self._one.run.trained
+            else "no optimizer holds it: who changes it?",
+            "gradien": self._why_gradient(held, name, rank, wholes, number)
+            if what.startswith("gradien")
+            else "",
+        }.get(what[:7], "")
         words = [] if len(wrong) == 1 else [f"{len(wrong)} tensors differ: {_some(list(wrong))}"]
-        if what.startswith("gradients"):
-            words.append(self._why_gradient(held, name, rank, wholes, number))
-        elif what.startswith("initial"):
-            words.append(
-                "it is no part of one process's: is the seed, the cut or the order of construction another?"
-            )
-        elif what.startswith("weights"):
-            held_by = (
-                "its gradient was right: are the optimizer's state, groups, weight decay or rate others?"
-            )
-            words.append(
-                held_by if name in self._one.run.trained else "no optimizer holds it: who changes it?"
-            )
-        return Row(what, count, apart, name, rank, False, "\n".join(words))
-
-    def _part(self, parts: Mapping[str, Part | None], own: str, held: Held, wholes: Whole) -> Part | None:
-        """Return the part that a tensor is: a parameter's, of which ZeRO has a gradient's range; or a whole buffer."""
-        if own in parts:
-            part = parts[own]
-            if part is not None and held.placement is not None and held.placement.flat is not None:
-                return part._replace(cut=held.placement.slice_of)
-            return part
-        same = own in wholes and held.value is not None and held.value.shape == wholes[own].shape
-        return Part(own, lambda x: x) if same else None
+        return Row(what, count, apart, name, rank, False, "\n".join([*words, why]))
 
     def _covered(self, row: Row) -> Row:
         """Return the row of initial weights, wrong if a parameter is on no rank; note what can't be told to be a part."""
@@ -226,9 +212,10 @@ class _Judge:
         if unknown:
             name, rank = unknown[0]
             lacking = f", so {_some(missing)} is not compared" if missing else ""
+            value = self._ranks[rank].initial[name].value
             self.notes.append(
                 f"nothing tells what part of one process's model {name} on rank {rank} is, of shape "
-                f"{_shape(self._ranks[rank].initial[name])}{lacking}; a Placement would (minipar.mesh.set_placement)"
+                f"{[] if value is None else list(value.shape)}{lacking}; a Placement would (minipar.mesh.set_placement)"
             )
         elif missing and row.equal:
             why = f"no rank holds {_some(missing)}"
@@ -241,82 +228,71 @@ class _Judge:
         got: dict[int, Tensor | None] = {}
         want: dict[int, Tensor] = {}
         before = None
-        mine: list[Tensor] = []
-        rights: list[Tensor] = []
-        for r, (tensors, parts) in enumerate(zip(held, self._parts)):
-            for own, one in tensors.items():
-                part = self._part(parts, own, one, wholes)
-                if part is None or part.name not in wholes:
-                    continue
-                if r == rank and one.value is not None:
-                    mine.append(one.value)
-                    rights.append(part.cut(wholes[part.name]))
-                if part.name == name:
-                    got[r], want[r] = one.value, part.cut(wholes[name])
-                    if r == rank and number:
-                        before = self._ranks[r].steps[number - 1].gradients[own].value
-        norms = (_norm(mine), _norm(rights), _norm(wholes.values()))
+        mine: list[tuple[Tensor, Tensor]] = []
+        for r, own, part, value in self._pieces(held, wholes):
+            right = part.cut(wholes[part.name]) if part.name in wholes else None
+            if right is not None and part.name == name:
+                got[r], want[r] = value, right
+                if r == rank and number:
+                    before = self._ranks[r].steps[number - 1].gradients[own].value
+            if right is not None and r == rank and value is not None:
+                mine.append((value, right))
+        norms = (_norm(x for x, _ in mine), _norm(x for _, x in mine), _norm(wholes.values()))
         return why_gradient(self._mesh, rank, got, want, norms, before)
+
+    def _rates(self, number: int, of_ranks: list[dict[str, float]], want: dict[str, float]) -> Iterator[Row]:
+        for rank, (rates, parts) in enumerate(zip(of_ranks, self._parts)):
+            for own, rate in rates.items():
+                part = parts.get(own)
+                if part and rate != (right := want.get(part.name, rate)):
+                    asked = ": is the schedule stepped?" if number else ""
+                    words = f"{rate:.6g}, and {right:.6g} in one process{asked}"
+                    yield Row(f"learning rate, step {number}", 0, math.inf, own, rank, False, words)
 
     def _loss(
         self, number: int, by_rank: list[float | None], want: float | None, moved: float | None
     ) -> Row | None:
-        known_ones = {rank: loss for rank, loss in enumerate(by_rank) if loss is not None}
-        if want is None or not known_ones:
+        """Compare the losses with one process's. If they are not that, they may be of ranks' parts, which is noted."""
+        losses = {rank: loss for rank, loss in enumerate(by_rank) if loss is not None}
+        if want is None or not losses:
             return None
-        limit = self._limit() * max(abs(want), 1e-30) + ROUNDINGS * abs((moved or want) - want)
-        losses = list(known_ones.values())
-        missing = any(by_rank[peer] is None for rank in known_ones for peer in self._mesh.group(rank, "dp"))
-        if missing and any(abs(loss - want) > limit for loss in losses):
-            if not number:
-                self.notes.append("some ranks alone return a loss, of their part: it is not compared")
-            return None
-        mean, total = sum(losses) / len(losses), sum(losses)
-        note = None
-        if any(abs(loss - want) > limit for loss in losses) and self._alike_along_tp(known_ones, limit):
-            if abs(mean - want) <= limit:
-                note = "a rank returns the loss of its own part; their mean is the loss"
-            elif abs(total - want) <= limit:
-                note = "a rank returns its share of the loss; their sum is the loss"
-            elif min(losses) < want < max(losses):
-                note = "a rank returns the loss of its own part; how they are weighted can't be seen, so gradients decide"
-        if note is not None:
+        dtypes = [x.dtype for x in _whole(self._one.run.initial).values() if x.is_floating_point()]
+        coarse = max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
+        limit = (HALF if self._half else coarse) * max(abs(want), 1e-30) + ROUNDINGS * abs(
+            (moved or want) - want
+        )
+        apart = {rank: known(abs(loss - want)) for rank, loss in losses.items()}
+        rank = max(apart, key=lambda r: apart[r])
+        lowest, highest, total = min(losses.values()), max(losses.values()), sum(losses.values())
+        words = f"{losses[rank]:.6g} where one process has {want:.6g}; the ranks' mean is {total / len(losses):.6g}"
+        row = Row(
+            f"loss, step {number}", len(losses), apart[rank] / (abs(want) or 1), "loss", rank, False, words
+        )
+        if apart[rank] <= limit:
+            return row._replace(equal=True)
+        alone = any(by_rank[peer] is None for r in losses for peer in self._mesh.group(r, "dp"))
+        along_tp = ((loss, losses.get(self._mesh.group(r, "tp")[0], loss)) for r, loss in losses.items())
+        of_parts = lowest < want < highest or abs(total - want) <= limit
+        if alone or (of_parts and all(abs(a - b) <= limit for a, b in along_tp)):
             if not number:  # later ones follow from what differs before
-                self.notes.append(note)
-            return Row(f"loss, step {number}", len(losses), 0.0, "loss", 0, True)
-        rank = max(known_ones, key=lambda r: known(abs(known_ones[r] - want)))
-        apart = known(abs(known_ones[rank] - want))
-        words = f"{known_ones[rank]:.6g} where one process has {want:.6g}; the ranks' mean is {mean:.6g}"
-        relative = apart / abs(want) if want else apart
-        return Row(f"loss, step {number}", len(losses), relative, "loss", rank, apart <= limit, words)
-
-    def _alike_along_tp(self, losses: dict[int, float], limit: float) -> bool:
-        firsts = {rank: self._mesh.group(rank, "tp")[0] for rank in losses}
-        return all(
-            abs(losses[rank] - losses.get(first, losses[rank])) <= limit for rank, first in firsts.items()
-        )
-
-    def _limit(self) -> float:
-        dtypes = {x.dtype for x in _whole(self._one.run.initial).values() if x.is_floating_point()}
-        return (
-            HALF
-            if self._half
-            else max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
-        )
+                self.notes.append(
+                    "ranks return losses of their own parts: gradients decide whether these are right"
+                )
+            return None
+        return row
 
     def _explained(self, row: Row, step: int) -> Row:
         """Add what ranks do in this step that they shouldn't."""
         if row.equal:
             return row
-        causes = list(why_step(self._mesh, self._one.run, self._ranks, step))
-        words = [*causes, *filter(None, row.place.split("\n"))]
-        if not causes and not row.place.split("\n")[-1]:
-            if self._one.run.steps[step].drew:
-                words.append(DREW)
-            elif row.what.startswith("gradients"):
-                words.append(why_sum(self._ranks, step))
-        elif row.what.startswith("loss") and not causes and self._one.run.steps[step].drew:
+        one = self._one.run
+        words = [*why_step(self._mesh, one, self._ranks, step)]
+        told, unknown = bool(words), not row.place.split("\n")[-1]
+        words += filter(None, row.place.split("\n"))
+        if not told and one.steps[step].drew and (unknown or row.what.startswith("loss")):
             words.append(DREW)
+        elif not told and unknown and row.what.startswith("gradients"):
+            words.append(why_sum(one, self._ranks, step))
         return row._replace(place="\n".join(words))
 
 
@@ -363,46 +339,44 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum((x.double() ** 2).sum().item() for x in tensors))
 
 
-def _shape(held: Held) -> list[int]:
-    return [] if held.value is None else list(held.value.shape)
-
-
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def _named_runs(one: Any, ranks: list[Any]) -> list[tuple[str, Any]]:
+    return [("one process", one), *((f"rank {i}", r) for i, r in enumerate(ranks))]
 
 
 def _resumed_faults(
     one: OneProcess, ranks: list[Recorded], resumed: list[Interrupted | None]
 ) -> Iterator[str]:
     """Yield what a run that was saved, set up anew and loaded does otherwise than the one that wasn't interrupted."""
-    for who, run, again in [
-        ("one process", one.run, one.resumed),
-        *((f"rank {i}", r, a) for i, (r, a) in enumerate(zip(ranks, resumed))),
-    ]:
+    runs = [one.run, *ranks]
+    for run, (who, again) in zip(runs, _named_runs(one.resumed, resumed)):
         if again is None:
             continue
         saved, loaded, rates, last = again
-        if name := _changed(saved, loaded):
+        if name := first_apart(saved, loaded):
             yield f"a checkpoint doesn't restore {name} on {who}: after load(folder) it is another than when saved"
         elif rates != run.steps[-1].rates:
             yield f"a checkpoint doesn't restore the learning rate on {who}"
-        elif name := _changed(run.steps[-1].weights, last):
+        elif name := first_apart(run.steps[-1].weights, last):
             yield (
                 f"a checkpoint restores the weights on {who}, and {name} still becomes another: is the optimizer's state, "
                 "a buffer or the number of the step missing?"
             )
-        else:
-            continue
-        return
 
 
-def _changed(a: Tensors, b: Tensors) -> str | None:
-    for name, (_, x) in a.items():
-        y = b.get(name, Held(None, None)).value
+def first_apart(a: Tensors, b: Tensors, exact: bool = False) -> str | None:
+    """Return the name of the first tensor that differs, by more than rounding unless `exact`; None if none does."""
+    for name in a | b:
+        x, y = (held.get(name, Held(None, None)).value for held in (a, b))
         if x is None or y is None:
             if x is not y:
                 return name
-        elif x.shape != y.shape or _size(x.double() - y.double()) > TOLERANCE.get(x.dtype, HALF) * _size(x):
+            continue
+        limit = 0.0 if exact else TOLERANCE.get(x.dtype, HALF) * _size(x)
+        if x.shape != y.shape or not torch.allclose(x, y.to(x.dtype), rtol=0, atol=limit, equal_nan=True):
             return name
     return None

@@ -45,7 +45,7 @@ def parts_of(held: Tensors, whole: Mapping[str, Tensor], mesh: Mesh, rank: int) 
         free = [n for n in alike[name] if order.index(n) not in at.values()]
         if free:
             found = min(free, key=lambda n: abs(order.index(n) - expected))
-            parts[name], at[mine] = Part(found, _itself), order.index(found)
+            parts[name], at[mine] = Part(found, itself), order.index(found)
     return parts
 
 
@@ -58,7 +58,7 @@ def _fits(part: Part | None, held: Held, whole: Mapping[str, Tensor]) -> bool:
     return part is not None and held.value is not None and _equal(part.cut(whole[part.name]), held.value)
 
 
-def _itself(x: Tensor) -> Tensor:
+def itself(x: Tensor) -> Tensor:
     return x
 
 
@@ -80,7 +80,7 @@ def _by_name(name: str, held: Held, whole: Mapping[str, Tensor], mesh: Mesh, ran
         return None
     value, want = held.value, whole[name]
     if value.shape == want.shape:
-        return Part(name, _itself)
+        return Part(name, itself)
     if value.dim() != want.dim():
         return None
     differing = [dim for dim in range(want.dim()) if value.shape[dim] != want.shape[dim]]

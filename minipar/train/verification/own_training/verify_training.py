@@ -6,27 +6,22 @@ import os
 import re
 import shutil
 import tempfile
-from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Unpack, cast
 
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects, broadcast_object
-from minipar.config.mesh_rules import check_mesh
+from minipar.config.mesh_rules import MeshSizes, check_mesh
 from minipar.mesh import Mesh
 from minipar.runtime.launch import run, shutdown, surrounding_world
 from minipar.spec.from_file import FromFile
 from minipar.support.errors import require_positive
-from minipar.train.verification.own_training.judge import OneProcess, TrainingVerification, judge
+from minipar.train.verification.own_training.judge import OneProcess, TrainingVerification, first_apart, judge
 from minipar.train.verification.own_training.watch import (
-    Held,
     Interrupted,
     Recorded,
     Setup,
-    Tensors,
     interrupted,
     record,
 )
@@ -35,14 +30,10 @@ from minipar.train.verification.own_training.watch import (
 def verify_training(
     setup: Setup | str,
     *,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
     steps: int = 3,
     backend: str | None = None,
     timeout_s: float = 60.0,
+    **sizes: Unpack[MeshSizes],
 ) -> TrainingVerification:
     """Train on a mesh and in one process, by the caller's own code, and compare losses, gradients and weights.
 
@@ -51,8 +42,8 @@ def verify_training(
     step       `step(k)` or `step()`: trains on the k-th batch, of which a rank takes its part, and returns the loss of the
                batch, or of the rank's part of it, or None
     model      a module, or several: a pipeline's stages. `optimizer`: one, or several
-    dp, ...    the sizes of the mesh
     timeout_s  how long one wait, `setup` or one step may take
+    sizes      those of the mesh: dp=2, tp=2
 
     With five values, `(model, optimizer, step, save, load)`, it also saves after half the steps by `save(folder)`, sets up
     anew, loads by `load(folder)`, and compares the rest with the run that wasn't interrupted.
@@ -70,23 +61,25 @@ def verify_training(
     Raises ValueError, in one line, if `setup` fails or doesn't end in one process, returns something else, or differs
     between two calls; RankError if a rank fails or waits for ever.
     """
-    require_positive(steps=steps, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-    sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    require_positive(steps=steps, **sizes)
     subject = _subject(setup)
-    size = pp * dp * cp * tp
-    Mesh(size, **sizes)
+    dense = [n for axis, n in cast(dict[str, int], sizes).items() if axis != "ep"]
+    mesh = Mesh(prod(dense), **sizes)
     world = surrounding_world(backend)
     if world is not None:
-        return _among_ranks(world, subject, sizes, steps, timeout_s)
+        check_mesh(world.size, **sizes)
+        return _among_ranks(world, mesh, sizes, subject, steps, timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         one = _one_process(subject, steps, timeout_s)
-        shutdown()  # the default process group of the next pool has `size` ranks
+        shutdown()  # the default process group of the next pool has the mesh's ranks
         try:
-            call = partial(run, world_size=size, backend=backend, timeout_s=timeout_s)
-            ranks = call(_on_rank, subject, sizes, _stepped(one), timeout_s, folder)
+            ranks = run(
+                _on_rank, sizes, subject, one, timeout_s, folder,
+                world_size=mesh.world_size, backend=backend, timeout_s=timeout_s,
+            )  # fmt: skip
         finally:
             shutdown()  # what the caller's code leaves in a process
-    return judge(Mesh(size, **sizes), one, ranks)
+    return judge(mesh, one, ranks)
 
 
 def _subject(setup: Setup | str) -> Setup | FromFile:
@@ -121,45 +114,39 @@ def _alone(
     world: Comm, subject: Setup | FromFile, steps: int, limit_s: float, folder: str
 ) -> OneProcess | str:
     """Return one process's run, or why it can't be a reference."""
-    mesh = Mesh(world)
+    one = subject, None, Mesh(world), steps, limit_s
     try:
-        first = record(subject, None, mesh, steps, limit_s)
-        again = record(subject, None, mesh, steps, limit_s, forget=True)
-        sums = False
-        if what := _first_difference(first, again):
-            sums = not what.endswith(("initial weights", "step 0")) and steps > 1
-            if sums and not _trains_otherwise(first, again):
-                what, sums = None, False
-            if what and sums:
-                sums = _first_difference(first, record(subject, None, mesh, steps, limit_s)) is None
-            if what and not sums:
-                calls = "setup(None, mesh) differs between two calls in one process"
-                return f"{calls}, first in {what}: seed and build inside setup"
-        nudged = record(subject, None, mesh, steps, limit_s, nudge=True)
-        resumed = interrupted(subject, None, mesh, steps, limit_s, folder) if first.saves else None
+        first, forgetful = record(*one), record(*one, forget=True)
+        what = _first_difference(first, forgetful)
+        # What zeroed gradients change later on is no other training, unless it is the weights.
+        late = what is not None and not what.endswith(("initial weights", "step 0"))
+        sums = late and any(
+            first_apart(x.weights, y.weights, exact=True) for x, y in zip(first.steps, forgetful.steps)
+        )
+        if late:
+            what = _first_difference(first, record(*one)) if sums else None
+        if what:
+            calls = "setup(None, mesh) differs between two calls in one process"
+            return f"{calls}, first in {what}: seed and build inside setup"
+        nudged = record(*one, nudge=True)
+        return OneProcess(first, nudged, interrupted(*one, folder) if first.saves else None, sums)
     except ValueError as error:
         return str(error)
-    return OneProcess(first, nudged, resumed, sums)
 
 
 def _on_rank(
-    world: Comm,
-    subject: Setup | FromFile,
-    sizes: dict[str, int],
-    stepped: list[bool],
-    limit_s: float,
-    folder: str,
+    world: Comm, sizes: MeshSizes, subject: Setup | FromFile, one: OneProcess, limit_s: float, folder: str
 ) -> tuple[Recorded, Interrupted | None]:
-    mesh, steps = Mesh(world, **sizes), len(stepped)
-    recorded = record(subject, world, mesh, steps, limit_s, stepped=stepped)
-    return recorded, interrupted(subject, world, mesh, steps, limit_s, folder) if recorded.saves else None
+    stepped = [step.stepped for step in one.run.steps]
+    mine = subject, world, Mesh(world, **sizes), len(stepped), limit_s
+    recorded = record(*mine, stepped=stepped)
+    return recorded, interrupted(*mine, folder) if recorded.saves else None
 
 
 def _among_ranks(
-    world: Comm, subject: Setup | FromFile, sizes: dict[str, int], steps: int, limit_s: float
+    world: Comm, mesh: Mesh, sizes: MeshSizes, subject: Setup | FromFile, steps: int, limit_s: float
 ) -> TrainingVerification:
     """Every rank of somebody else's world calls this, and gets the same result."""
-    check_mesh(world.size, sizes["pp"], sizes["dp"], sizes["cp"], sizes["tp"], sizes["ep"])
     made: Any = None
     if world.rank == 0:
         try:
@@ -171,42 +158,21 @@ def _among_ranks(
         raise made
     one, folder = made
     try:
-        ranks = all_gather_objects(world, _on_rank(world, subject, sizes, _stepped(one), limit_s, folder))
+        ranks = all_gather_objects(world, _on_rank(world, sizes, subject, one, limit_s, folder))
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    return judge(Mesh(world.size, **sizes), one, ranks)
-
-
-def _stepped(one: OneProcess) -> list[bool]:
-    """Return for each step whether one process's optimizer did one."""
-    return [step.stepped for step in one.run.steps]
+    return judge(mesh, one, ranks)
 
 
 def _first_difference(a: Recorded, b: Recorded) -> str | None:
     """Return what two runs in one process first differ in, bit for bit."""
-    if _differs(a.initial, b.initial):
+    if first_apart(a.initial, b.initial, exact=True):
         return "the initial weights"
     for number, (x, y) in enumerate(zip(a.steps, b.steps)):
         if x.loss != y.loss and not (x.loss != x.loss and y.loss != y.loss):
             return f"the loss of step {number}"
         for what in ("gradients", "weights"):
-            if name := _differs(getattr(x, what), getattr(y, what)):
+            if name := first_apart(getattr(x, what), getattr(y, what), exact=True):
                 return f"the {what} of {name} in step {number}"
     return None
-
-
-def _differs(a: Tensors, b: Tensors) -> str | None:
-    for name in a.keys() | b.keys():
-        x, y = (held.get(name, Held(None, None)).value for held in (a, b))
-        if (x is None) != (y is None) or (x is not None and y is not None and not _equal(x, y)):
-            return name
-    return None
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
-
-
-def _trains_otherwise(a: Recorded, b: Recorded) -> bool:
-    return any(_differs(x.weights, y.weights) for x, y in zip(a.steps, b.steps))

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class Step(NamedTuple):
 
     gradients   as they were when an optimizer first stepped, clipped and all
     rates       the learning rate of each parameter at that moment
-    samples     a digest of each row of the model's input
+    samples     a digest of each row of the model's input, and of each column: samples may be along dim 1
     used        the parameters to which a backward has added a gradient
     generator   a digest of torch's generator before the step; `drew` tells whether the step used it
     stepped     whether an optimizer did a step
@@ -60,7 +61,7 @@ class Step(NamedTuple):
     rates: dict[str, float]
     weights: Tensors
     buffers: Tensors
-    samples: list[bytes]
+    samples: tuple[list[bytes], list[bytes]]
     used: set[str]
     generator: bytes
     drew: bool
@@ -73,7 +74,7 @@ class Recorded(NamedTuple):
     initial    the weights after `setup`, and `buffers` the buffers
     trained    the parameters that an optimizer holds, and `untrained` those with gradients that no optimizer holds
     strangers  how many parameters the optimizers hold that are not the model's
-    idle       the learning rate schedules that were never stepped
+    idle       the learning rate schedules that were never stepped, and that the step doesn't name: it may wait for an epoch
     batch_norm the modules that normalise by the statistics of this rank's rows
     half       whether a module computed in 16 bits
     saves      whether `save` and `load` were given, and there are steps on both sides of a checkpoint
@@ -99,35 +100,34 @@ class Training:
 
     def __init__(self, setup: Setup | FromFile, world: Comm | None, mesh: Mesh, limit_s: float):
         self._one_process, self._limit_s = world is None, limit_s
-        with self._told("setup(None, mesh)"):
+        with self.told("setup(None, mesh)"):
             made = (setup.load() if isinstance(setup, FromFile) else setup)(world, mesh)
         if not isinstance(made, (tuple, list)) or len(made) not in (3, 5):
             raise ValueError(f"setup returned {_kind(made)}; return {RETURNED}")
-        model, optimizer, self._step, *checkpoint = made
-        self.save: Any
-        self.load: Any
-        self.save, self.load = checkpoint or (None, None)
+        model, optimizer, self._step, *self.checkpoint = made
         self.models: list[nn.Module] = _several(model)
         self.optimizers: list[Any] = _several(optimizer)
-        if wrong := [m for m in self.models if not isinstance(m, nn.Module)]:
-            raise ValueError(f"setup returned the model {_kind(wrong[0])}; return {RETURNED}")
-        if wrong := [o for o in self.optimizers if not hasattr(o, "param_groups")]:
-            raise ValueError(f"setup returned the optimizer {_kind(wrong[0])}; return {RETURNED}")
-        if wrong := [f for f in (self._step, *checkpoint) if not callable(f)]:
-            raise ValueError(f"setup returned {_kind(wrong[0])} in place of a function; return {RETURNED}")
+        for what, found, fits in (
+            ("model", self.models, lambda x: isinstance(x, nn.Module)),
+            ("optimizer", self.optimizers, lambda x: hasattr(x, "param_groups")),
+            ("function", [self._step, *self.checkpoint], callable),
+        ):
+            if wrong := [x for x in found if not fits(x)]:
+                raise ValueError(f"setup returned the {what} {_kind(wrong[0])}; return {RETURNED}")
         self._takes_number = bool(inspect.signature(self._step).parameters)
-        self.samples: list[bytes] = []
-        self.half = False
+        self._samples: tuple[list[bytes], list[bytes]] = [], []
+        self._half = False
         # In a pipeline's later stages there are activations in place of samples.
-        for module in self.models[:1] if mesh.sizes["pp"] > 1 else self.models:
-            module.register_forward_pre_hook(self._see_samples, with_kwargs=True)
-        for module in {part for model in self.models for part in model.modules()}:
-            module.register_forward_pre_hook(self._see_dtype, with_kwargs=True)
+        called = self.models[:1] if mesh.sizes["pp"] > 1 else self.models
+        for model in self.models:
+            for module in model.modules():
+                see = partial(self._see_inputs, module in called)
+                module.register_forward_pre_hook(see, with_kwargs=True)
         self._used: set[str] = set()
-        self._stepped = True
-        for name, p in _named(self.models, "named_parameters"):
+        for name, p in self._named():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._see_use, name))
+        self.stepped = True
         self._gradients: Tensors = {}
         self._rates: dict[str, float] = {}
         for optimizer in self.optimizers:
@@ -135,11 +135,10 @@ class Training:
 
     def step(self, number: int) -> Step:
         """Train one step."""
-        self._gradients, self._rates, self._stepped = {}, {}, False
-        self.samples.clear()
-        self._used.clear()
+        self._gradients, self._rates, self.stepped = {}, {}, False
+        self._samples, self._used = ([], []), set()
         before = digest(torch.get_rng_state())
-        with self._told(f"step({number})"):
+        with self.told(f"step({number})"):
             loss = self._step(number) if self._takes_number else self._step()
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.item()
@@ -148,24 +147,19 @@ class Training:
         drew = digest(torch.get_rng_state()) != before
         return Step(
             None if loss is None else float(loss), self._gradients, self._rates, self.weights(), self.buffers(),
-            list(self.samples), set(self._used), before, drew, self._stepped,
+            self._samples, self._used, before, drew, self.stepped,
         )  # fmt: skip
 
     def weights(self) -> Tensors:
         with _whole_units(self.models):
-            return {name: _seen(p, p) for name, p in _named(self.models, "named_parameters")}
+            return {name: _seen(p, p) for name, p in self._named()}
 
     def buffers(self) -> Tensors:
-        return {name: _seen(b, b) for name, b in _named(self.models, "named_buffers")}
-
-    def forget_gradients(self) -> None:
-        for model in self.models:
-            model.zero_grad(set_to_none=False)
+        return {name: _seen(b, b) for name, b in self._named("named_buffers")}
 
     def recorded(self, initial: Tensors, buffers: Tensors, steps: list[Step]) -> Recorded:
-        params = dict(_named(self.models, "named_parameters"))
+        params = dict(self._named())
         held = {id(p) for o in self.optimizers for p in _params(o)}
-        known = {id(p) for p in params.values()}
         with_gradient = {
             n for s in steps for n, g in s.gradients.items() if g.value is not None and g.value.any()
         }
@@ -174,7 +168,7 @@ class Training:
         ]
         inner = [s for outer in schedules for s in getattr(outer, "_schedulers", ())]
         idle = [s for s in schedules if getattr(s, "last_epoch", 1) == 0 and not getattr(s, "T_cur", 0)]
-        with _whole_units(self.models, with_gradients=True) as visible:
+        with _whole_units(self.models) as visible:
             hidden = not visible
         normalising = [
             name
@@ -188,75 +182,92 @@ class Training:
             initial,
             buffers,
             steps,
-            list(initial) if hidden else [name for name, p in params.items() if id(p) in held],
+            [name for name, p in params.items() if hidden or id(p) in held],
             [name for name, p in params.items() if id(p) not in held and name in with_gradient],
-            len(held - known),
-            [type(s).__name__ for s in idle if s not in inner],
+            len(held - {id(p) for p in params.values()}),
+            [type(s).__name__ for s in idle if s not in inner and not _names(self._step, s)],
             normalising,
-            self.half,
-            self.save is not None and len(steps) > 1,
+            self._half,
+            bool(self.checkpoint) and len(steps) > 1,
         )
 
+    def _named(self, of: str = "named_parameters") -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters or buffers, by names without what wrappers add; of several modules, with the module's number."""
+        for number, model in enumerate(self.models):
+            for name, x in getattr(model, of)():
+                bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+                yield bare if len(self.models) == 1 else f"{number}.{bare}", x
+
     def _watch(self, optimizer: Any) -> None:
-        step = optimizer.step
+        """See the gradients before each step: where it has a closure, once that has first computed them."""
 
-        @wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            closure = args[0] if args else kwargs.get("closure")
-            if not callable(closure):
-                self._see_gradients(optimizer)
-                return step(*args, **kwargs)
-            seen: list[bool] = []
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            unseen = [optimizer]
 
-            @wraps(closure)
-            def once() -> Any:
-                loss = closure()
-                if not seen:
-                    self._see_gradients(optimizer)
-                    seen.append(True)
+            def see(closure: Any = None) -> Any:
+                loss = closure and closure()
+                if unseen:
+                    self._see_gradients(unseen.pop())
                 return loss
 
-            return step(
-                *((once, *args[1:]) if args else ()), **(kwargs if args else kwargs | {"closure": once})
-            )
+            def seen(x: Any) -> Any:
+                return partial(see, x) if callable(x) else x
 
-        optimizer.step = watched
+            if not any(map(callable, (*args, *kwargs.values()))):
+                see()
+            return tuple(map(seen, args)), {name: seen(x) for name, x in kwargs.items()}
+
+        step = optimizer.step
+        if hasattr(type(optimizer).step, "hooked"):  # the caller may have kept `step` itself
+            optimizer.register_step_pre_hook(before)
+        else:
+
+            @wraps(step)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = before(None, args, kwargs)
+                return step(*args, **kwargs)
+
+            optimizer.step = watched
 
     def _see_gradients(self, optimizer: Any) -> None:
         """Record every gradient when the first optimizer steps, and each other optimizer's own when it does."""
         first, own = not self._gradients, {id(p) for p in _params(optimizer)}
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.reduce_pending()  # as its step would
-        self._stepped = True
-        names = {id(p): name for name, p in _named(self.models, "named_parameters")}
+        self.stepped = True
+        names = {id(p): name for name, p in self._named()}
         for group in optimizer.param_groups:
             if group.get("lr") is not None:
                 self._rates |= {names[id(p)]: float(group["lr"]) for p in group["params"] if id(p) in names}
-        with _whole_units(self.models, with_gradients=True) as visible:
-            for name, p in _named(self.models, "named_parameters") if visible else ():
+        with _whole_units(self.models) as visible:
+            for name, p in self._named() if visible else ():
                 if first or id(p) in own:
                     self._gradients[name] = _seen(p, p.grad)
 
     def _see_use(self, name: str, param: Tensor) -> None:
         self._used.add(name)
 
-    def _see_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
-        wrapped = rows is not None and torch._C._functorch.is_functorch_wrapped_tensor(rows)
-        if rows is not None and rows.layout == torch.strided and not wrapped:
-            self.samples += [digest(row) for row in rows.detach()]
-
-    def _see_dtype(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_inputs(
+        self, called: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """See whether a module computes in 16 bits, and what samples a model is `called` with, to be trained on."""
         if torch.compiler.is_compiling():
             return
-        floats = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-        autocast = any(torch.is_autocast_enabled(x.device.type) for x in floats)
-        self.half |= autocast or any(x.dtype.itemsize < 4 for x in floats)
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        self._half |= any(
+            x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
+            for x in inputs
+            if x.is_floating_point()
+        )
+        rows = next((x.detach() for x in inputs if x.dim()), None)
+        if not called or rows is None or not torch.is_grad_enabled():
+            return
+        if rows.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(rows):
+            for dim, digests in enumerate(self._samples[: rows.dim()]):
+                digests += map(digest, rows.movedim(dim, 0))
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def told(self, what: str) -> Iterator[None]:
         """In one process, tell in one line what the caller's code raises; on ranks, `run` tells it with the rank."""
         try:
             with deadline(None, self._limit_s):
@@ -291,8 +302,8 @@ def record(
                         p.mul_(1 + torch.finfo(p.dtype).eps)
     initial, buffers, seen = training.weights(), training.buffers(), []
     for number in range(steps):
-        if forget and training._stepped:
-            training.forget_gradients()
+        for model in training.models if forget and training.stepped else ():
+            model.zero_grad(set_to_none=False)
         seen.append(training.step(number))
         if number < len(stepped) and stepped[number] and training.optimizers and not seen[-1].stepped:
             raise ValueError(f"step({number}) called no optimizer's step, and in one process it does")
@@ -309,13 +320,13 @@ def interrupted(
     for number in range(steps // 2):
         training.step(number)
     saved = training.weights()
-    with training._told("save(folder)"):
-        training.save(folder)
+    with training.told("save(folder)"):
+        training.checkpoint[0](folder)
     if world is not None:
         world.barrier()
     training = Training(setup, world, mesh, limit_s)
-    with training._told("load(folder)"):
-        training.load(folder)
+    with training.told("load(folder)"):
+        training.checkpoint[1](folder)
     loaded = training.weights()
     last = [training.step(number) for number in range(steps // 2, steps)][-1]
     return saved, loaded, last.rates, last.weights
@@ -328,14 +339,6 @@ def _several(x: Any) -> list[Any]:
 def _params(optimizer: Any) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _named(models: Sequence[nn.Module], of: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters or buffers, by names without what wrappers add; of several modules, with the module's number."""
-    for number, model in enumerate(models):
-        for name, x in getattr(model, of)():
-            bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            yield bare if len(models) == 1 else f"{number}.{bare}", x
 
 
 def _seen(tensor: Tensor, value: Tensor | None) -> Held:
@@ -354,28 +357,39 @@ def _seen(tensor: Tensor, value: Tensor | None) -> Held:
     return Held(placement, whole.as_subclass(Tensor).to("cpu", copy=True))
 
 
+def _names(function: Any, x: object, seen: tuple[Any, ...] = ()) -> bool:
+    """Return whether the code of a function, or of one of the caller's own functions that it names, names an object."""
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen or not is_own(code.co_filename):
+        return False
+    named = inspect.getclosurevars(function)
+    own = [getattr(getattr(function, "__self__", None), name, None) for name in named.unbound]
+    values = [*named.nonlocals.values(), *named.globals.values(), *own]
+    return any(value is x or _names(value, x, (*seen, code)) for value in values)
+
+
 @contextmanager
-def _whole_units(models: Sequence[nn.Module], with_gradients: bool = False) -> Iterator[bool]:
+def _whole_units(models: Sequence[nn.Module]) -> Iterator[bool]:
     """Hold torch's FullyShardedDataParallel's parameters whole meanwhile, since its flat shards have no names.
 
     Gives whether gradients can be seen, too: not those of flat parameters that replace the module's own.
     """
-    flat = "FullyShardedDataParallel"
-    roots = [m for m in models if any(type(part).__name__ == flat for part in m.modules())]
-    units: list[Any] = [[m for m in root.modules() if type(m).__name__ == flat] for root in roots]
-    visible = with_gradients and all(unit._use_orig_params for of_root in units for unit in of_root)
+    units: list[list[Any]] = [
+        [m for m in model.modules() if type(m).__name__ == "FullyShardedDataParallel"] for model in models
+    ]
+    visible = all(unit._use_orig_params for unit in chain.from_iterable(units))
     with ExitStack() as stack:
-        for root, of_root in zip(roots, units):
-            summon = of_root[0].summon_full_params
-            stack.enter_context(summon(root, writeback=False, with_grads=visible))
-        yield visible or not roots
+        for model, of_model in zip(models, units):
+            for unit in of_model[:1]:
+                stack.enter_context(unit.summon_full_params(model, writeback=False, with_grads=visible))
+        yield visible
 
 
 def digest(x: Tensor) -> bytes:
     """Return 12 bytes that tell a tensor's values from others."""
     if hasattr(x, "to_local"):
         x = x.to_local()
-    raw = x.cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=12).digest()
 
 

@@ -48,7 +48,7 @@ def train(
         opt = optimizer[1](model, mesh)
     else:
         opt = early or (optimizer[0] if isinstance(optimizer, tuple) else optimizer)(model.parameters())
-    schedule = schedule and schedule(opt)
+    schedule, opt_step = schedule and schedule(opt), opt.step  # looked up before anybody could replace it
 
     def step(k):
         x, y = batches(k) if world is None else (part(x, mesh, k) for x in batches(k))
@@ -60,7 +60,7 @@ def train(
             after(model, mesh)
         if clip:
             clip(model, world)
-        opt.step()
+        opt_step()
         if schedule and (steps is True or world is None):
             schedule.step()
         return loss

@@ -13,7 +13,7 @@ import torch
 import minipar
 from minipar.cli import main
 from tests.train.verification.own_training import setups
-from tests.train.verification.own_training.setups import RIGHT, WRONG, mlp, train
+from tests.train.verification.own_training.setups import RIGHT, WRONG, averaged, halving, mlp, own_part, train
 
 QUICK = ["zero", "tp x dp", "pipeline without placements", "fully_shard", "cut by hand", "a checkpoint"]
 NAMED = [
@@ -153,3 +153,48 @@ def test_ranks_of_torchrun_get_one_result(group, tmp_path):
     )
     said = [Path(f"{script}.{rank}").read_text() for rank in range(2)]
     assert said == ["[True, False]"] * 2, done.stderr
+
+
+def time_first(world, mesh):
+    """Train a recurrent net, whose samples are along dim 1, on the right samples, and forget to average."""
+    torch.manual_seed(0)
+    model = torch.nn.RNN(3, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(k):
+        x = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        optimizer.zero_grad()
+        model(own_part(x.movedim(1, 0), mesh, k).movedim(0, 1))[0].square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def test_samples_may_be_along_another_dim():
+    said = str(minipar.verify_training(time_first, dp=2))
+    assert "keeps its own: nobody averages them" in said
+    assert "samples" not in said
+
+
+def by_epochs(world, mesh):
+    """Step the schedule after an epoch of 100 steps, in a function of its own."""
+    schedules = []
+    model, optimizer, step = train(
+        world, mesh, after=averaged, schedule=lambda opt: schedules.append(halving(opt))
+    )
+    (schedule,) = schedules
+
+    def end_epoch():
+        schedule.step()
+
+    def step_and_count(k):
+        loss = step(k)
+        if k % 100 == 99:
+            end_epoch()
+        return loss
+
+    return model, optimizer, step_and_count
+
+
+def test_a_schedule_that_waits_for_an_epoch_is_not_idle():
+    assert minipar.verify_training(by_epochs, dp=2).equal
