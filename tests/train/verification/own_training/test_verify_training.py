@@ -12,24 +12,17 @@ import torch
 
 import minipar
 from minipar.cli import main
+from minipar.support.errors import RankError
+from tests.train.verification import scripts
 from tests.train.verification.own_training import setups
-from tests.train.verification.own_training.setups import RIGHT, WRONG, averaged, halving, mlp, own_part, train
+from tests.train.verification.own_training.setups import averaged, mlp, own_part, planned, train
 
-QUICK = ["zero", "tp x dp", "pipeline without placements", "fully_shard", "cut by hand", "a checkpoint"]
-NAMED = [
-    "nobody averages",
-    "the same samples",
-    "an optimizer of before",
-    "clipped by a part's norm",
-    "no zero_grad",
-]
+RIGHT = setups.RIGHT | scripts.RIGHT
+WRONG = setups.WRONG | scripts.WRONG
 
 
-def sampled(cases, quick):
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.thorough) for name in cases]
-
-
-@pytest.mark.parametrize("name", sampled(RIGHT, QUICK))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_training_is_not_accused(name):
     mesh, setup = RIGHT[name]
     result = minipar.verify_training(setup, **mesh)
@@ -38,12 +31,17 @@ def test_a_right_training_is_not_accused(name):
     assert not any("nothing tells" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("name", sampled(WRONG, NAMED))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_named(name):
     mesh, setup, words = WRONG[name]
-    result = minipar.verify_training(setup, **mesh)
-    assert not result.equal
-    assert words in str(result), str(result)
+    try:
+        result = minipar.verify_training(setup, **mesh, steps=4)
+        assert not result.equal
+        said = str(result)
+    except RankError as error:  # the library refuses it, or ranks no longer go together
+        said = str(error)
+    assert words in said, said
 
 
 BAD = {  # setup, and words of the one line that refuses it
@@ -79,7 +77,7 @@ def test_a_bad_setup_is_refused_in_one_line(name):
     [
         ("setups.py", "names no function"),
         ("nowhere.py:ddp", "there is no file nowhere.py"),
-        (f"{setups.__file__}:nothing", "defines no nothing"),
+        (f"{setups.__file__}:absent", "defines no absent"),
         (3, "setup=3 is no function"),
     ],
 )
@@ -137,10 +135,10 @@ def test_ranks_of_torchrun_get_one_result(group, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch.distributed as dist, minipar\n"
-        "from tests.train.verification.own_training.setups import RIGHT, WRONG\n"
+        "from functools import partial\n"
+        "from tests.train.verification.own_training.setups import averaged, train\n"
         f"{group}\n"
-        "cases = RIGHT['torch\\'s ddp'], WRONG['nobody averages']\n"
-        "equal = [minipar.verify_training(case[1], dp=2).equal for case in cases]\n"
+        "equal = [minipar.verify_training(case, dp=2).equal for case in (partial(train, after=averaged), train)]\n"
         "open(f'{__file__}.{dist.get_rank()}', 'w').write(str(equal))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -164,7 +162,7 @@ def time_first(world, mesh):
     def step(k):
         x = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
         optimizer.zero_grad()
-        model(own_part(x.movedim(1, 0), mesh, k).movedim(0, 1))[0].square().mean().backward()
+        model(own_part(x.movedim(1, 0), mesh).movedim(0, 1))[0].square().mean().backward()
         optimizer.step()
 
     return model, optimizer, step
@@ -178,11 +176,8 @@ def test_samples_may_be_along_another_dim():
 
 def by_epochs(world, mesh):
     """Step the schedule after an epoch of 100 steps, in a function of its own."""
-    schedules = []
-    model, optimizer, step = train(
-        world, mesh, after=averaged, schedule=lambda opt: schedules.append(halving(opt))
-    )
-    (schedule,) = schedules
+    model, optimizer, step = train(world, mesh, after=averaged, optimizer=planned)
+    schedule = optimizer.plan
 
     def end_epoch():
         schedule.step()

@@ -7,7 +7,6 @@ image.py    a small convolutional net with batch norms, whose statistics are fro
 """
 
 from tests.train.verification.scripts import image, lora, nanogpt
+from tests.train.verification.scripts.base import RIGHT, WRONG
 
-MODULES = (nanogpt, lora, image)
-RIGHT = {name: script for module in MODULES for name, script in module.RIGHT.items()}
-WRONG = {script.name: script for module in MODULES for script in module.WRONG}
+__all__ = ["RIGHT", "WRONG", "image", "lora", "nanogpt"]

@@ -8,7 +8,8 @@ torch's default group, which must be of the world's ranks. All is in float64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +26,9 @@ Trained = tuple[nn.Module, torch.optim.Optimizer, Callable[[int], Tensor]]
 Setup = Callable[[Comm | None, Mesh], Trained]
 
 
-class Wrong(NamedTuple):
-    """A script with one mistake.
-
-    names   words of which a good judge says at least one: a parameter (as in the one-process model) or what is wrong
-    sizes   the mesh to run it on
-    alone   the script makes the mistake in one process, too, so that no comparison with it shows anything
-    hidden  the losses of four steps are as in one process, or nearly: only gradients, states or copies tell
-    raises  the library refuses it: words of the error
-    """
-
-    name: str
-    setup: Setup
-    names: tuple[str, ...]
-    sizes: dict[str, int]
-    alone: bool
-    hidden: bool
-    raises: str
-    says: str
+Sizes = dict[str, int]
+RIGHT: dict[str, tuple[Sizes, Setup]] = {}  # the mesh to run it on, and the training
+WRONG: dict[str, tuple[Sizes, Setup, str]] = {}  # and words of the verdict
 
 
 class Script:
@@ -140,6 +126,14 @@ class Script:
         return loss
 
 
+class OwnMeans(Script):
+    """A rank's loss is the mean over its own samples."""
+
+    def loss(self, k: int) -> Tensor:
+        part = self.part(k)
+        return self.loss_sum(self.called, *part) / self.count(*part)
+
+
 # Ways of this library --------------------------------------------------------------------------------------------------
 
 
@@ -224,52 +218,32 @@ class TorchFSDP(TorchDDP):
         return fully_shard(self.model)
 
 
-DATA_PARALLEL = {
-    "ours_ddp": OursDDP,
-    "ours_zero": OursZero,
-    "ours_fsdp": OursFSDP,
-    "torch_ddp": TorchDDP,
-    "torch_fully_shard": TorchFSDP,
-    "plain": Plain,
-}
-
-
 def train(world: Comm | None, mesh: Mesh, task: type, way: type = Script, change: type = Script) -> Trained:
     """Set up a task; on ranks in a way, with what `change` overrides."""
-    if world is None:
-        return task(None, mesh).setup()
-    bases = list(dict.fromkeys(base for base in (change, way, task) if base is not Script))
-    return type(task.__name__, tuple(bases), {})(world, mesh).setup()
+    bases = [task] if world is None else [b for b in (change, way, task) if b is not Script]
+    return type(task.__name__, tuple(dict.fromkeys(bases)), {})(world, mesh).setup()
 
 
-def right(task: type) -> dict[str, tuple[Setup, dict[str, int]]]:
-    """Return name -> (setup, the mesh to run it on), of a task in every way."""
-
-    def in_a_way(way: type) -> Setup:
-        return lambda world, mesh: train(world, mesh, task, way)
-
-    found = {f"{task.__name__}_{name}": (in_a_way(way), {"dp": 2}) for name, way in DATA_PARALLEL.items()}
+def right(task: type) -> type:
+    """Put a task, in every way, among the right scripts."""
+    ways = {way: {"dp": 2} for way in (OursDDP, OursZero, OursFSDP, TorchDDP, TorchFSDP, Plain)}
     if task.plan:
-        found[f"{task.__name__}_ours_tp"] = in_a_way(OursTP), {"tp": 2}
-        found[f"{task.__name__}_ours_tp_and_ddp"] = in_a_way(OursTPAndDDP), {"dp": 2, "tp": 2}
-    return found
+        ways |= {OursTP: {"tp": 2}, OursTPAndDDP: {"dp": 2, "tp": 2}}
+    for way, sizes in ways.items():
+        RIGHT[f"{task.__name__}, {way.__name__}"] = sizes, partial(train, task=task, way=way)
+    return task
 
 
-def wrong(
-    into: list[Wrong],
-    *names: str,
-    alone: bool = False,
-    hidden: bool = False,
-    raises: str = "",
-    **sizes: int,
-) -> Callable[[Setup], Setup]:
-    """Put a script with a mistake into a table: see `Wrong`. Its docstring says the mistake."""
+def wrong(words: str, way: type, task: type, **sizes: int) -> Callable[[type], type]:
+    """Put a task in a way, with what a class changes on ranks, among the wrong scripts.
 
-    def keep(setup: Setup) -> Setup:
-        said = Wrong(
-            setup.__name__, setup, names, sizes or {"dp": 2}, alone, hidden, raises, setup.__doc__ or ""
-        )
-        into.append(said)
-        return setup
+    What is itself a task changes one process, too.
+    The class's docstring says the mistake, `words` are the verdict's.
+    """
+
+    def keep(change: type) -> type:
+        of = {"task": change} if issubclass(change, task) else {"task": task, "change": change}
+        WRONG[change.__name__] = sizes or {"dp": 2}, partial(train, way=way, **of), words
+        return change
 
     return keep

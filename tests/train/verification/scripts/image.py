@@ -6,6 +6,8 @@ splitting a batch has the numbers of one process. A batch has five samples, so t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,12 +17,11 @@ from tests.train.verification.scripts.base import (
     OursDDP,
     OursFSDP,
     OursZero,
+    OwnMeans,
     Plain,
     Script,
     TorchDDP,
-    Wrong,
     right,
-    train,
     wrong,
 )
 
@@ -54,6 +55,7 @@ def freeze_statistics(model: nn.Module) -> None:
             module.eval()
 
 
+@right
 class Image(Script):
     units = (Stage,)
     plan = {"fc1": "column", "fc2": "row"}
@@ -84,205 +86,155 @@ class Image(Script):
         return torch.tensor(len(samples[1]))
 
 
+@right
 class GroupNormImage(Image):
     def build(self) -> nn.Module:
         return Net(lambda: nn.GroupNorm(2, CHANNELS))
 
 
-RIGHT = {**right(Image), **right(GroupNormImage)}
-WRONG: list[Wrong] = []
+wrong_image = partial(wrong, task=Image)
 
 # Batch norms ---------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "norm", "BatchNorm", "running_mean", "statistics")
-def batch_norms_see_a_ranks_samples(world, mesh):
+@wrong_image("stem.norm, a BatchNorm in training mode", OursDDP)
+class batch_norms_see_a_ranks_samples(Image):
     """In training mode, in one process, too: there over the batch, on ranks over their own samples."""
 
-    class Task(Image):
-        def build(self):
-            return super().build().train()
-
-    return train(world, mesh, Task, OursDDP)
+    def build(self):
+        return super().build().train()
 
 
-@wrong(WRONG, "norm", "BatchNorm", "running_mean", "statistics")
-def train_thaws_the_statistics(world, mesh):
+@wrong_image("stem.norm, a BatchNorm in training mode", TorchDDP)
+class train_thaws_the_statistics(Script):
     """The loop on ranks calls `model.train()` before each step, which undoes the freezing."""
 
-    class Change(Script):
-        def step(self, k):
-            self.called.train()
-            return super().step(k)
-
-    return train(world, mesh, Image, TorchDDP, Change)
+    def step(self, k):
+        self.called.train()
+        return super().step(k)
 
 
-@wrong(WRONG, "running_mean", "running_var", "buffer")
-def statistics_are_read_on_rank_0_alone(world, mesh):
+@wrong_image("initial buffers: stem.norm.running_mean on rank 1", Plain)
+class statistics_are_read_on_rank_0_alone(Script):
     """Parameters are broadcast and buffers forgotten: other ranks normalise by the statistics of a new net."""
 
-    class Change(Script):
-        def wrap(self):
-            for parameter in self.model.parameters():
-                dist.broadcast(parameter.detach(), 0)
-            for module in self.model.modules():
-                if self.rank > 0 and isinstance(module, nn.BatchNorm2d):
-                    module.reset_running_stats()
-            return self.model
-
-    return train(world, mesh, Image, Plain, Change)
+    def wrap(self):
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        for module in self.model.modules():
+            if self.rank > 0 and isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+        return self.model
 
 
-@wrong(WRONG, "running_mean", "running_var", "buffer")
-def zero_is_trusted_with_the_statistics(world, mesh):
+@wrong_image("initial buffers: stem.norm.running_mean on rank 1", OursZero)
+class zero_is_trusted_with_the_statistics(Script):
     """ZeRO's optimizer makes parameters equal, not buffers, and each rank drew its own."""
 
-    class Change(Script):
-        def seed(self):
-            return self.rank
-
-    return train(world, mesh, Image, OursZero, Change)
+    def seed(self):
+        return self.rank
 
 
 # Samples -------------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "sample", "input", "loss", "gradient", "batch")
-def flips_are_drawn_by_rank(world, mesh):
+@wrong_image("2 of 3 samples of rank 0 are not in one process's batch", OursDDP)
+class flips_are_drawn_by_rank(Script):
     """Images are flipped by the process's generator, whose numbers do not belong to the sample."""
 
-    class Change(Script):
-        def part(self, k):
-            images, labels = super().part(k)
-            generator = torch.Generator().manual_seed(k)
-            flipped = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
-            return [torch.where(flipped, images.flip(-1), images), labels]
-
-    return train(world, mesh, Image, OursDDP, Change)
+    def part(self, k):
+        images, labels = super().part(k)
+        generator = torch.Generator().manual_seed(k)
+        flipped = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
+        return [torch.where(flipped, images.flip(-1), images), labels]
 
 
-@wrong(WRONG, "sample", "label", "target", "loss", "gradient", "batch")
-def labels_are_of_other_images(world, mesh):
+class FourImages(Image):
+    def batch(self, k):
+        images, labels = super().batch(k)
+        return images[:4], labels[:4]
+
+
+@wrong_image("first in loss, step 0", OursFSDP, task=FourImages)
+class labels_are_of_other_images(Script):
     """Images are cut in a row, labels with a stride."""
 
-    class Change(Script):
-        def batch(self, k):
-            images, labels = super().batch(k)
-            return images[:4], labels[:4]
-
-        def part(self, k):
-            images, labels = self.batch(k)
-            return [images.tensor_split(self.size)[self.rank], labels[self.rank :: self.size]]
-
-    class Task(Image):
-        def batch(self, k):
-            images, labels = super().batch(k)
-            return images[:4], labels[:4]
-
-    return train(world, mesh, Task, OursFSDP, Change)
+    def part(self, k):
+        images, labels = self.batch(k)
+        return [images.tensor_split(self.size)[self.rank], labels[self.rank :: self.size]]
 
 
-@wrong(WRONG, "sample", "loss", "gradient", "batch")
-def the_last_sample_is_dropped(world, mesh):
+@wrong_image("1 of 5 samples of one process's batch reach no rank", TorchDDP)
+class the_last_sample_is_dropped(OwnMeans):
     """Five samples for two ranks: each takes two, and the mean is over four."""
 
-    class Change(Script):
-        def part(self, k):
-            each = SAMPLES // self.size
-            return [x[self.rank * each : (self.rank + 1) * each] for x in self.batch(k)]
-
-        def loss(self, k):
-            part = self.part(k)
-            return self.loss_sum(self.called, *part) / self.count(*part)
-
-    return train(world, mesh, Image, TorchDDP, Change)
+    def part(self, k):
+        each = SAMPLES // self.size
+        return [x[self.rank * each : (self.rank + 1) * each] for x in self.batch(k)]
 
 
-@wrong(WRONG, "sample", "loss", "gradient", "batch")
-def the_sampler_pads_by_repeating(world, mesh):
+@wrong_image("ranks 0 and 1 (dp) train on the same samples: 1 of 3", OursZero)
+class the_sampler_pads_by_repeating(OwnMeans):
     """As DistributedSampler does: the first sample comes again at the end, and counts twice."""
 
-    class Change(Script):
-        def part(self, k):
-            return [torch.cat([x, x[:1]])[self.rank :: self.size] for x in self.batch(k)]
-
-        def loss(self, k):
-            part = self.part(k)
-            return self.loss_sum(self.called, *part) / self.count(*part)
-
-    return train(world, mesh, Image, OursZero, Change)
+    def part(self, k):
+        return [torch.cat([x, x[:1]])[self.rank :: self.size] for x in self.batch(k)]
 
 
-@wrong(WRONG, "sample", "loss", "mean of means", "count", "gradient")
-def uneven_parts_count_alike(world, mesh):
+@wrong_image(
+    "ranks train on 2 to 3 samples: the mean of their means is not the mean of all",
+    OursFSDP,
+    task=GroupNormImage,
+)
+class uneven_parts_count_alike(OwnMeans):
     """Three samples on one rank and two on the other: the mean of their two means."""
-
-    class Change(Script):
-        def loss(self, k):
-            part = self.part(k)
-            return self.loss_sum(self.called, *part) / self.count(*part)
-
-    return train(world, mesh, GroupNormImage, OursFSDP, Change)
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "auxiliary")
-def an_auxiliary_loss_is_on_rank_0_alone(world, mesh):
+@wrong_image("auxiliary.weight gets a gradient on rank 0, and none on rank 1", OursDDP)
+class an_auxiliary_loss_is_on_rank_0_alone(Script):
     """The second head's loss is inside `if rank == 0:`; on the other ranks it is not used."""
 
-    class Change(Script):
-        def loss_sum(self, model, *samples):
-            images, labels = samples
-            logits, auxiliary = model(images)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            return loss if self.rank else loss + F.cross_entropy(auxiliary, labels, reduction="sum")
-
-    return train(world, mesh, Image, OursDDP, Change)
+    def loss_sum(self, model, *samples):
+        images, labels = samples
+        logits, auxiliary = model(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return loss if self.rank else loss + F.cross_entropy(auxiliary, labels, reduction="sum")
 
 
-@wrong(WRONG, "stem.conv")
-def the_stem_is_frozen_on_ranks(world, mesh):
+@wrong_image("it has no gradient here", OursFSDP)
+class the_stem_is_frozen_on_ranks(Script):
     """The freezing of the statistics on ranks takes the convolution before them along."""
 
-    class Change(Script):
-        def build(self):
-            model = super().build()
-            model.stem.conv.requires_grad_(False)
-            return model
-
-    return train(world, mesh, Image, OursFSDP, Change)
+    def build(self):
+        model = super().build()
+        model.stem.conv.requires_grad_(False)
+        return model
 
 
-@wrong(WRONG, "gradient", "precision", "dtype", "rounded")
-def gradients_travel_in_bfloat16(world, mesh):
+@wrong_image("gradients, step 0: fc1.weight", Plain)
+class gradients_travel_in_bfloat16(Script):
     """The average is computed in bfloat16 to send less, and nobody is told."""
 
-    class Change(Script):
-        def average(self):
-            for parameter in self.model.parameters():
-                sent = parameter.grad.bfloat16()
-                dist.all_reduce(sent)
-                parameter.grad.copy_(sent.double() / self.size)
-
-    return train(world, mesh, Image, Plain, Change)
+    def average(self):
+        for parameter in self.model.parameters():
+            sent = parameter.grad.bfloat16()
+            dist.all_reduce(sent)
+            parameter.grad.copy_(sent.double() / self.size)
 
 
-@wrong(WRONG, "parameter", "average", "exp_avg", "momentum", "gradient", "step")
-def weights_are_averaged_in_place_of_gradients(world, mesh):
+@wrong_image("each of ranks 0 and 1 (dp) keeps its own", Plain)
+class weights_are_averaged_in_place_of_gradients(Script):
     """Each rank steps by its own gradient, and the weights are averaged after the step: Adam's steps differ."""
 
-    class Change(Script):
-        def average(self): ...
+    def average(self): ...
 
-        def step(self, k):
-            loss = super().step(k)
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    dist.all_reduce(parameter)
-                    parameter /= self.size
-            return loss
-
-    return train(world, mesh, Image, Plain, Change)
+    def step(self, k):
+        loss = super().step(k)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter)
+                parameter /= self.size
+        return loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,12 +11,12 @@ from torch.nn import functional as F
 
 from minipar.tensor_parallel import Column
 from tests.train.verification.scripts.base import (
+    RIGHT,
     OursDDP,
     OursTP,
     OursZero,
     Plain,
     Script,
-    Wrong,
     right,
     train,
     wrong,
@@ -78,6 +80,7 @@ def is_adapter(name: str) -> bool:
     return "lora_" in name
 
 
+@right
 class Lora(Script):
     units, max_norm = (Layer,), 0.05
     plan = {"layers.*.[qv]_proj.base_layer": Column(unit=HEAD_DIM), "layers.*.[qv]_proj.lora_B": Column(unit=HEAD_DIM),
@@ -155,18 +158,14 @@ class SplitDown(nn.Module):
         return SumOverRanks.apply(self.base_layer(x)) + self.scale * self.lora_B(low)
 
 
-class SplitGate(nn.Module):
-    def __init__(self, whole: nn.Linear, rank: int, size: int):
-        super().__init__()
-        self.base_layer = cut(whole, 0, rank, size)
-
+class SplitGate(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(CopyToRanks.apply(x))
+        return super().forward(CopyToRanks.apply(x))
 
 
-def cut(linear: nn.Linear, dim: int, rank: int, size: int) -> nn.Linear:
+def cut(linear: nn.Linear, dim: int, rank: int, size: int, to: type = nn.Linear) -> nn.Linear:
     weight = linear.weight.detach().chunk(size, dim)[rank].clone()
-    part = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    part = to(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     part.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
     return part
 
@@ -177,7 +176,7 @@ class PlainTP(Script):
     def wrap(self) -> nn.Module:
         rank, size = dist.get_rank(), dist.get_world_size()
         for layer in self.model.layers:
-            layer.gate_proj = SplitGate(layer.gate_proj, rank, size)
+            layer.gate_proj = cut(layer.gate_proj, 0, rank, size, SplitGate)
             layer.up_proj, layer.down_proj = (
                 self.up(layer.up_proj, rank, size),
                 SplitDown(layer.down_proj, rank, size),
@@ -207,157 +206,124 @@ class PlainTP(Script):
         return "up_proj.lora_B" in name or "down_proj.lora_A" in name
 
 
-RIGHT = right(Lora)
-RIGHT["Lora_plain_tp"] = (lambda world, mesh: train(world, mesh, Lora, PlainTP)), {"tp": 2}
-WRONG: list[Wrong] = []
+wrong_lora = partial(wrong, task=Lora)
+RIGHT["Lora, PlainTP"] = {"tp": 2}, partial(train, task=Lora, way=PlainTP)
 
 
-@wrong(WRONG, "base_layer", "embed_tokens", "lm_head", "frozen")
-def the_base_is_trained_on_ranks(world, mesh):
+@wrong_lora("it has a gradient, and none in one process", OursDDP)
+class the_base_is_trained_on_ranks(Script):
     """The base is frozen in the branch for one process alone."""
 
-    class Change(Script):
-        def build(self):
-            return super().build().requires_grad_(True)
-
-    return train(world, mesh, Lora, OursDDP, Change)
+    def build(self):
+        return super().build().requires_grad_(True)
 
 
-@wrong(WRONG, "lora_A")
-def adapters_are_frozen_by_their_name(world, mesh):
+@wrong_lora("one process trains layers.0.q_proj.lora_A.weight", OursZero)
+class adapters_are_frozen_by_their_name(Script):
     """Everything is frozen but what has "lora_B" in its name, so that no lora_A is trained."""
 
-    class Change(Script):
-        def build(self):
-            model = super().build()
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_("lora_B" in name)
-            return model
-
-    return train(world, mesh, Lora, OursZero, Change)
+    def build(self):
+        model = super().build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_B" in name)
+        return model
 
 
-@wrong(WRONG, "lora_A")
-def adapters_are_seeded_by_rank(world, mesh):
+@wrong_lora("initial weights: layers.1.down_proj.lora_A.weight", Plain)
+class adapters_are_seeded_by_rank(Script):
     """The base is equal on all ranks, but each draws its own lora_A, and nobody broadcasts it."""
 
-    class Change(Script):
-        def wrap(self):
-            torch.manual_seed(1 + self.rank)
-            for name, parameter in self.model.named_parameters():
-                if self.rank > 0 and "lora_A" in name:
-                    nn.init.normal_(parameter, std=0.3)
-            return self.model
-
-    return train(world, mesh, Lora, Plain, Change)
+    def wrap(self):
+        torch.manual_seed(1 + self.rank)
+        for name, parameter in self.model.named_parameters():
+            if self.rank > 0 and "lora_A" in name:
+                nn.init.normal_(parameter, std=0.3)
+        return self.model
 
 
-@wrong(WRONG, "base_layer", "embed_tokens", "layers.0", "frozen")
-def the_base_is_read_on_rank_0_alone(world, mesh):
+@wrong_lora("initial weights: layers.0.q_proj.base_layer.weight", OursZero)
+class the_base_is_read_on_rank_0_alone(Script):
     """ZeRO's optimizer is given the adapters alone, so it makes only these equal: the base stays as each rank drew it."""
 
-    class Change(Script):
-        def seed(self):
-            return self.rank
-
-    return train(world, mesh, Lora, OursZero, Change)
+    def seed(self):
+        return self.rank
 
 
-@wrong(WRONG, "lora_A")
-def only_lora_b_is_averaged(world, mesh):
+@wrong_lora("gradients, step 1: layers.0.up_proj.lora_A.weight", Plain)
+class only_lora_b_is_averaged(Script):
     """The filter of the all-reduce has one of the two names."""
 
-    class Change(Script):
-        def average(self):
-            for name, parameter in self.model.named_parameters():
-                if "lora_B" in name:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= self.size
-
-    return train(world, mesh, Lora, Plain, Change)
+    def average(self):
+        for name, parameter in self.model.named_parameters():
+            if "lora_B" in name:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.size
 
 
-@wrong(WRONG, "lora", "scale", "k=1", "step 1", "loss", tp=2)
-def the_scale_is_divided_by_tp(world, mesh):
+@wrong_lora("times the right one, entry by entry", OursTP, tp=2)
+class the_scale_is_divided_by_tp(Script):
     """alpha / r is divided by the number of ranks, as if each had a part of the adapter's rank."""
 
-    class Change(Script):
-        def wrap(self):
-            for module in self.model.modules():
-                if isinstance(module, LoRA):
-                    module.scale /= self.world.size
-            return super().wrap()
-
-    return train(world, mesh, Lora, OursTP, Change)
+    def wrap(self):
+        for module in self.model.modules():
+            if isinstance(module, LoRA):
+                module.scale /= self.world.size
+        return super().wrap()
 
 
-@wrong(WRONG, "up_proj.lora_A", tp=2)
-def lora_a_has_a_part_of_its_gradient(world, mesh):
+class Up(SplitUp):
+    def forward(self, x):
+        x = CopyToRanks.apply(x)
+        return self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+@wrong_lora("a partial sum: those of ranks 0 and 1 (tp) add up to it", PlainTP, tp=2)
+class lora_a_has_a_part_of_its_gradient(Script):
     """Under tp by hand, x is copied to the ranks before A, not A's output: each rank has the part of its own rows of B."""
 
-    class Up(SplitUp):
-        def forward(self, x):
-            x = CopyToRanks.apply(x)
-            return self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
-
-    class Change(Script):
-        up = Up
-
-    return train(world, mesh, Lora, PlainTP, Change)
+    up = Up
 
 
-@wrong(WRONG, "up_proj.lora_B", "down_proj.lora_A", tp=2)
-def split_gradients_are_averaged_over_tp(world, mesh):
+@wrong_lora("gradients, step 0: layers.1.up_proj.lora_B.weight", PlainTP, tp=2)
+class split_gradients_are_averaged_over_tp(Script):
     """Gradients are averaged over the world, as under dp, and tp ranks mix those of different rows."""
 
-    class Change(Script):
-        def average(self):
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
-
-    return train(world, mesh, Lora, PlainTP, Change)
+    def average(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
 
 
-@wrong(WRONG, "norm", "clip", "lora_A", tp=2)
-def tp_ranks_clip_by_their_own_norm(world, mesh):
+@wrong_lora("each of ranks 0 and 1 (tp) keeps its own, clipped by its own norm", PlainTP, tp=2)
+class tp_ranks_clip_by_their_own_norm(Script):
     """torch's clip sees this rank's rows and columns alone, so whole adapters are scaled by other factors."""
 
-    class Change(Script):
-        def clip(self):
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-
-    return train(world, mesh, Lora, PlainTP, Change)
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
 
 
-@wrong(WRONG, "base_layer", "frozen")
-def adapters_are_merged_and_kept(world, mesh):
+@wrong_lora("no optimizer holds it: who changes it?", OursDDP)
+class adapters_are_merged_and_kept(Script):
     """For a look at the merged model, the adapter is added to the base, and not taken away again."""
 
-    class Change(Script):
-        def step(self, k):
-            loss = super().step(k)
-            with torch.no_grad():
-                for module in self.model.modules():
-                    if isinstance(module, LoRA):
-                        delta = module.lora_B.weight @ module.lora_A.weight
-                        module.base_layer.weight += module.scale * delta
-            return loss
-
-    return train(world, mesh, Lora, OursDDP, Change)
+    def step(self, k):
+        loss = super().step(k)
+        with torch.no_grad():
+            for module in self.model.modules():
+                if isinstance(module, LoRA):
+                    delta = module.lora_B.weight @ module.lora_A.weight
+                    module.base_layer.weight += module.scale * delta
+        return loss
 
 
-@wrong(WRONG, "base_layer", "embed_tokens", "frozen", "decay", "layers.0")
-def the_base_decays(world, mesh):
+@wrong_lora("no optimizer holds it: who changes it?", OursDDP)
+class the_base_decays(Script):
     """The base is frozen by zeroing its gradients, and AdamW's weight decay shrinks it."""
 
-    class Change(Script):
-        def build(self):
-            model = super().build().requires_grad_(True)
-            for name, parameter in model.named_parameters():
-                if not is_adapter(name):
-                    parameter.register_hook(torch.zeros_like)
-            return model
-
-    return train(world, mesh, Lora, OursDDP, Change)
+    def build(self):
+        model = super().build().requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            if not is_adapter(name):
+                parameter.register_hook(torch.zeros_like)
+        return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,17 @@ from torch.nn import functional as F
 
 import minipar
 from tests.train.verification.scripts.base import (
+    RIGHT,
     OursDDP,
     OursFSDP,
     OursTP,
     OursTPAndDDP,
     OursZero,
+    OwnMeans,
     Plain,
     Script,
     TorchDDP,
     TorchFSDP,
-    Wrong,
     right,
     train,
     wrong,
@@ -61,6 +63,7 @@ class Model(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
+@right
 class NanoGPT(Script):
     units = (Block,)
     plan = {"blocks.*.[qkv]": minipar.tensor_parallel.Column(unit=HEAD_DIM), "blocks.*.proj": "row",
@@ -87,436 +90,326 @@ class NanoGPT(Script):
         return samples[1].ne(IGNORED).sum()
 
 
-RIGHT = right(NanoGPT)
-WRONG: list[Wrong] = []
+wrong_gpt = partial(wrong, task=NanoGPT)
 
 # Samples -------------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "sample", "batch")
-def every_rank_trains_on_the_first_part(world, mesh):
+@wrong_gpt("ranks 0 and 1 (dp) train on the same samples: 2 of 2", OursDDP)
+class every_rank_trains_on_the_first_part(Script):
     """The sampler has no rank, so that all ranks get rank 0's samples, and the others are never seen."""
 
-    class Change(Script):
-        def part(self, k):
-            return [x.tensor_split(self.size)[0] for x in self.batch(k)]
-
-    return train(world, mesh, NanoGPT, OursDDP, Change)
+    def part(self, k):
+        return [x.tensor_split(self.size)[0] for x in self.batch(k)]
 
 
-@wrong(WRONG, "sample", "batch")
-def each_rank_shuffles_by_its_own_seed(world, mesh):
+@wrong_gpt("ranks 0 and 1 (dp) train on the same samples: 1 of 2", TorchDDP)
+class each_rank_shuffles_by_its_own_seed(Script):
     """Permutations differ, so the parts overlap: some samples count twice, others not at all."""
 
-    class Change(Script):
-        def part(self, k):
-            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(7 * k + self.rank))
-            return [x[order].tensor_split(self.size)[self.rank] for x in self.batch(k)]
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def part(self, k):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(7 * k + self.rank))
+        return [x[order].tensor_split(self.size)[self.rank] for x in self.batch(k)]
 
 
-@wrong(WRONG, "sample", "batch", "k=1")
-def one_rank_is_a_batch_ahead(world, mesh):
+@wrong_gpt("2 of 2 samples of rank 1 are not in one process's batch", Plain)
+class one_rank_is_a_batch_ahead(Script):
     """Rank 1 has drawn a batch before the loop, to look at it, and trains on the next one ever after."""
 
-    class Change(Script):
-        def part(self, k):
-            return super().part(k + self.rank)
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def part(self, k):
+        return super().part(k + self.rank)
 
 
-@wrong(WRONG, "inputs", "sample", "batch", raises="same batch", tp=2)
-def the_sampler_is_over_tp_ranks(world, mesh):
+@wrong_gpt("give all tp ranks the same batch", OursTP, tp=2)
+class the_sampler_is_over_tp_ranks(Script):
     """The sampler has the size and rank of the world, not of dp: tp ranks compute different samples together."""
 
-    class Change(Script):
-        def part(self, k):
-            return [x.tensor_split(self.world.size)[self.world.rank] for x in self.batch(k)]
-
-    return train(world, mesh, NanoGPT, OursTP, Change)
+    def part(self, k):
+        return [x.tensor_split(self.world.size)[self.world.rank] for x in self.batch(k)]
 
 
-@wrong(WRONG, "sample", "batch", dp=2, tp=2)
-def the_sampler_takes_tps_rank(world, mesh):
+@wrong_gpt("ranks 0 and 2 (dp) train on the same samples: 2 of 2", OursTPAndDDP, dp=2, tp=2)
+class the_sampler_takes_tps_rank(Script):
     """The axes are confused: dp ranks with the same coordinate on tp train on the same samples."""
 
-    class Change(Script):
-        def part(self, k):
-            return [x.tensor_split(self.size)[0] for x in self.batch(k)]
-
-    return train(world, mesh, NanoGPT, OursTPAndDDP, Change)
+    def part(self, k):
+        return [x.tensor_split(self.size)[0] for x in self.batch(k)]
 
 
 # Copies --------------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "wte.weight", "blocks.0")
-def weights_are_seeded_by_rank(world, mesh):
+@wrong_gpt("DIVERGES first in initial weights", Plain)
+class weights_are_seeded_by_rank(Script):
     """Every rank draws its own weights, and nobody broadcasts them; gradients are averaged all the same."""
 
-    class Change(Script):
-        def seed(self):
-            return self.rank
+    def seed(self):
+        return self.rank
 
-        def wrap(self):
-            return self.model
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def wrap(self):
+        return self.model
 
 
-@wrong(WRONG, "wte.weight", "lm_head.weight")
-def the_tie_is_lost_on_ranks(world, mesh):
+@wrong_gpt("nothing tells what part of one process's model lm_head.weight", OursDDP)
+class the_tie_is_lost_on_ranks(Script):
     """The head gets a copy of the embedding after the model was built, so the two train apart."""
 
-    class Change(Script):
-        def build(self):
-            model = super().build()
-            model.lm_head.weight = nn.Parameter(model.wte.weight.detach().clone())
-            return model
-
-    return train(world, mesh, NanoGPT, OursDDP, Change)
+    def build(self):
+        model = super().build()
+        model.lm_head.weight = nn.Parameter(model.wte.weight.detach().clone())
+        return model
 
 
-@wrong(WRONG, "lr", "learning rate", "schedule", "replica", "differ", "wte.weight")
-def the_schedule_is_stepped_on_rank_0_alone(world, mesh):
+@wrong_gpt("learning rate, step 1: wte.weight on rank 1", TorchDDP)
+class the_schedule_is_stepped_on_rank_0_alone(Script):
     """The schedule stands inside `if rank == 0:`, with the log, so replicas take steps of different length."""
 
-    class Change(Script):
-        def setup(self):
-            trained = super().setup()
-            if self.rank > 0:
-                self.schedule.step = lambda: None
-            return trained
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def setup(self):
+        trained = super().setup()
+        if self.rank > 0:
+            self.schedule.step = lambda: None
+        return trained
 
 
-@wrong(WRONG, "step", "replica", "differ", "wte.weight")
-def a_rank_skips_its_step_by_its_own_loss(world, mesh):
+@wrong_gpt("step(1) called no optimizer's step", OursDDP)
+class a_rank_skips_its_step_by_its_own_loss(Script):
     """A guard against spikes decides by this rank's loss, so that one replica steps and the other does not."""
 
-    class Change(Script):
-        def step(self, k):
-            self.optimizer.zero_grad()
-            loss = self.backward(k)
-            self.clip()
-            if k != 1 or self.rank == 0:  # as a spike would decide
-                self.optimizer.step()
-            self.schedule.step()
-            return self.reported(loss.detach())
-
-    return train(world, mesh, NanoGPT, OursDDP, Change)
+    def step(self, k):
+        self.optimizer.zero_grad()
+        loss = self.backward(k)
+        self.clip()
+        if k != 1 or self.rank == 0:  # as a spike would decide
+            self.optimizer.step()
+        self.schedule.step()
+        return self.reported(loss.detach())
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "gradient", "wte.weight")
-def gradients_are_not_averaged(world, mesh):
+@wrong_gpt("each of ranks 0 and 1 (dp) keeps its own, clipped by its own norm: nobody averages them", Plain)
+class gradients_are_not_averaged(Script):
     """The all-reduce after the backward is forgotten: each rank trains a model of its own."""
 
-    class Change(Script):
-        def average(self): ...
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def average(self): ...
 
 
-@wrong(WRONG, "gradient", "2", "twice", hidden=True)
-def gradients_are_summed(world, mesh):
+@wrong_gpt("clipped to the right norm, from another scale", Plain)
+class gradients_are_summed(Script):
     """The division by the number of ranks is forgotten. The clip and Adam hide it: hardly a loss differs."""
 
-    class Change(Script):
-        def average(self):
-            for parameter in self.model.parameters():
-                dist.all_reduce(parameter.grad)
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def average(self):
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
 
 
-@wrong(WRONG, "gradient", "half", "0.5", "2")
-def gradients_are_averaged_twice(world, mesh):
+class Unclipped(NanoGPT):
+    max_norm = 1e9
+
+    def make_optimizer(self):
+        return torch.optim.SGD(self.groups(), lr=0.03)
+
+
+@wrong_gpt("1/2 of the right one: divided by the size of dp", OursDDP, task=Unclipped)
+class gradients_are_averaged_twice(Script):
     """The loss is divided by the number of ranks, and DDP averages again."""
 
-    class Change(Script):
-        max_norm = 1e9
+    def loss(self, k):
+        return super().loss(k) / self.size
 
-        def loss(self, k):
-            return super().loss(k) / self.size
-
-        def reported(self, loss):
-            return super().reported(loss) * self.size
-
-        def make_optimizer(self):
-            return torch.optim.SGD(self.groups(), lr=0.03)
-
-    class Task(NanoGPT):
-        max_norm = 1e9
-
-        def make_optimizer(self):
-            return torch.optim.SGD(self.groups(), lr=0.03)
-
-    return train(world, mesh, Task, OursDDP, Change)
+    def reported(self, loss):
+        return super().reported(loss) * self.size
 
 
-@wrong(WRONG, "wpe.weight", "ln_f", "wte.weight")
-def only_the_blocks_are_averaged(world, mesh):
+@wrong_gpt("first in gradients, step 0: ln_f.bias", Plain)
+class only_the_blocks_are_averaged(Script):
     """The loop goes over `model.blocks.parameters()`: embeddings and the last norm keep a part of their gradient."""
 
-    class Change(Script):
-        def average(self):
-            for parameter in self.model.blocks.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.size
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def average(self):
+        for parameter in self.model.blocks.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.size
 
 
-@wrong(WRONG, "norm", "clip", "gradient")
-def gradients_are_clipped_before_the_average(world, mesh):
+@wrong_gpt("a clip before the average?", Plain)
+class gradients_are_clipped_before_the_average(Script):
     """Each rank clips its own gradient by its own norm, and the clipped ones are averaged."""
 
-    class Change(Script):
-        def average(self):
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-            super().average()
+    def average(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        super().average()
 
-        def clip(self): ...
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def clip(self): ...
 
 
-@wrong(WRONG, "norm", "clip", "gradient")
-def shards_are_clipped_by_their_own_norm(world, mesh):
+@wrong_gpt("clipped by the norm of this rank's part", OursFSDP)
+class shards_are_clipped_by_their_own_norm(Script):
     """Under FSDP the norm is computed by hand from this rank's shards: every rank scales by another factor."""
 
-    class Change(Script):
-        def clip(self):
-            gradients = [p.grad.as_subclass(Tensor) for p in self.model.parameters() if p.grad is not None]
-            norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-            for gradient in gradients:
-                gradient.mul_((self.max_norm / norm).clamp(max=1.0))
-
-    return train(world, mesh, NanoGPT, OursFSDP, Change)
+    def clip(self):
+        gradients = [p.grad.as_subclass(Tensor) for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.mul_((self.max_norm / norm).clamp(max=1.0))
 
 
-@wrong(WRONG, "gradient", "norm", "clip", "average")
-def zeros_shards_are_clipped_on_rank_0_alone(world, mesh):
+@wrong_gpt("times the right one, entry by entry", OursZero)
+class zeros_shards_are_clipped_on_rank_0_alone(Script):
     """The clip stands inside `if rank == 0:`, by a norm that was gathered before."""
 
-    class Change(Script):
-        def clip(self):
-            kept = [None if shard.grad is None else shard.grad.clone() for shard in self.optimizer.shards]
-            super().clip()
-            if self.rank > 0:
-                for shard, gradient in zip(self.optimizer.shards, kept):
-                    shard.grad = gradient
-
-    return train(world, mesh, NanoGPT, OursZero, Change)
+    def clip(self):
+        kept = [None if shard.grad is None else shard.grad.clone() for shard in self.optimizer.shards]
+        super().clip()
+        if self.rank > 0:
+            for shard, gradient in zip(self.optimizer.shards, kept):
+                shard.grad = gradient
 
 
-@wrong(WRONG, "gradient", "no_sync", "wte.weight")
-def accumulation_never_leaves_no_sync(world, mesh):
+@wrong_gpt("each of ranks 0 and 1 (dp) keeps its own", OursDDP)
+class accumulation_never_leaves_no_sync(Script):
     """All microbatches run inside `no_sync()`, the last one, too: no backward averages."""
 
-    class Change(Script):
-        def backward(self, k):
-            with self.called.no_sync():
-                return super().backward(k)
-
-    return train(world, mesh, NanoGPT, OursDDP, Change)
+    def backward(self, k):
+        with self.called.no_sync():
+            return super().backward(k)
 
 
-@wrong(WRONG, "gradient", "2", "twice")
-def accumulated_microbatches_are_not_divided(world, mesh):
+@wrong_gpt("no multiple and no part of the right one", TorchDDP)
+class accumulated_microbatches_are_not_divided(Script):
     """Two microbatches, each with the mean of its own tokens; their sum is not divided by two."""
 
-    class Change(Script):
-        max_norm = 1e9
+    max_norm = 1e9
 
-        def backward(self, k):
-            losses = []
-            for tokens, targets in zip(*(x.split(1) for x in self.part(k))):
-                loss = self.loss_sum(self.called, tokens, targets) / self.count(tokens, targets)
-                loss.backward()
-                losses.append(loss)
-            return torch.stack(losses).mean()
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def backward(self, k):
+        losses = []
+        for tokens, targets in zip(*(x.split(1) for x in self.part(k))):
+            loss = self.loss_sum(self.called, tokens, targets) / self.count(tokens, targets)
+            loss.backward()
+            losses.append(loss)
+        return torch.stack(losses).mean()
 
 
-@wrong(WRONG, "gradient", "zero_grad", "accumulate")
-def zero_grad_is_forgotten_on_ranks(world, mesh):
+@wrong_gpt("the gradient of the step before is still in it", TorchDDP)
+class zero_grad_is_forgotten_on_ranks(Script):
     """The gradient of each step holds those of all steps before it."""
 
-    class Change(Script):
-        def setup(self):
-            trained = super().setup()
-            self.optimizer.zero_grad = lambda *args, **options: None
-            return trained
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def setup(self):
+        trained = super().setup()
+        self.optimizer.zero_grad = lambda *args, **options: None
+        return trained
 
 
-@wrong(WRONG, "gradient", "zero_grad", "accumulate", alone=True, hidden=True)
-def zero_grad_is_forgotten_everywhere(world, mesh):
+@wrong_gpt("gradients of earlier steps are added", TorchDDP)
+class zero_grad_is_forgotten_everywhere(zero_grad_is_forgotten_on_ranks, NanoGPT):
     """The same in one process, so both agree, or nearly: DDP averages again what it has averaged."""
-
-    class Task(NanoGPT):
-        def setup(self):
-            trained = super().setup()
-            self.optimizer.zero_grad = lambda *args, **options: None
-            return trained
-
-    return train(world, mesh, Task, TorchDDP)
 
 
 # The loss ------------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "loss", "mean of means", "count", "tokens")
-def the_loss_is_a_mean_of_means(world, mesh):
+@wrong_gpt("where their counts of tokens differ?", OursZero)
+class the_loss_is_a_mean_of_means(OwnMeans):
     """Each rank divides by the number of its own tokens. Padded texts are on rank 0, so its tokens count more."""
 
-    class Change(Script):
-        def loss(self, k):
-            part = self.part(k)
-            return self.loss_sum(self.called, *part) / self.count(*part)
 
-    return train(world, mesh, NanoGPT, OursZero, Change)
-
-
-@wrong(WRONG, "loss", "padding", "ignore", "tokens", "gradient")
-def padding_counts_on_ranks(world, mesh):
+@wrong_gpt("first in loss, step 0", Plain)
+class padding_counts_on_ranks(Script):
     """The loss of a rank divides by all its tokens, padded ones included."""
 
-    class Change(Script):
-        def loss(self, k):
-            tokens, targets = self.part(k)
-            return self.loss_sum(self.called, tokens, targets) / targets.numel()
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def loss(self, k):
+        tokens, targets = self.part(k)
+        return self.loss_sum(self.called, tokens, targets) / targets.numel()
 
 
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-@wrong(WRONG, "optimizer", "wte.weight", "blocks.0")
-def the_optimizer_has_the_parameters_before_fully_shard(world, mesh):
+@wrong_gpt("the optimizer holds 36 parameters that are not the model's", TorchFSDP)
+class the_optimizer_has_the_parameters_before_fully_shard(Script):
     """The optimizer is made first: fully_shard replaces the parameters, and the optimizer updates the old ones."""
 
-    class Change(Script):
-        def wrap(self):
-            self.made = self.make_optimizer()
-            self.make_optimizer = lambda: self.made
-            return super().wrap()
-
-    return train(world, mesh, NanoGPT, TorchFSDP, Change)
+    def wrap(self):
+        self.made = self.make_optimizer()
+        self.make_optimizer = lambda: self.made
+        return super().wrap()
 
 
-@wrong(WRONG, "optimizer", "wte.weight", "blocks.0")
-def the_optimizer_has_another_models_parameters(world, mesh):
+@wrong_gpt("the optimizer holds 36 parameters that are not the model's", OursDDP)
+class the_optimizer_has_another_models_parameters(the_optimizer_has_the_parameters_before_fully_shard):
     """The model is built again for the wrapper, from the same seed, after the optimizer was made."""
 
-    class Change(Script):
-        def wrap(self):
-            self.made = self.make_optimizer()
-            self.make_optimizer = lambda: self.made
-            torch.manual_seed(self.seed())
-            self.model = self.build().double()
-            return super().wrap()
-
-    return train(world, mesh, NanoGPT, OursDDP, Change)
+    def make_optimizer(self):
+        made = super().make_optimizer()
+        torch.manual_seed(self.seed())
+        self.model = self.build().double()
+        return made
 
 
-@wrong(WRONG, "wpe.weight")
-def positions_are_in_no_group(world, mesh):
+@wrong_gpt("one process trains wpe.weight, and no rank's optimizer holds it", OursZero)
+class positions_are_in_no_group(Script):
     """The groups are made by lists of modules, on ranks, and the positions are in none: nobody trains them."""
 
-    class Change(Script):
-        def groups(self):
-            return [
-                {**group, "params": [(name, p) for name, p in group["params"] if name != "wpe.weight"]}
-                for group in super().groups()
-            ]
-
-    return train(world, mesh, NanoGPT, OursZero, Change)
+    def groups(self):
+        return [
+            {**group, "params": [(name, p) for name, p in group["params"] if name != "wpe.weight"]}
+            for group in super().groups()
+        ]
 
 
-@wrong(WRONG, "wpe.weight", alone=True, hidden=True)
-def positions_are_in_no_group_anywhere(world, mesh):
+@wrong_gpt("no optimizer holds wpe.weight", OursDDP)
+class positions_are_in_no_group_anywhere(positions_are_in_no_group, NanoGPT):
     """The same in one process: only the optimizer's parameters, beside the model's, tell."""
 
-    class Task(NanoGPT):
-        def groups(self):
-            return [
-                {**group, "params": [(name, p) for name, p in group["params"] if name != "wpe.weight"]}
-                for group in super().groups()
-            ]
 
-    return train(world, mesh, Task, OursDDP)
-
-
-@wrong(WRONG, "decay", "weight_decay", "wte.weight", "blocks.0")
-def weight_decay_asks_the_shards_for_their_dims(world, mesh):
+@wrong_gpt("are the optimizer's state, groups, weight decay or rate others?", OursFSDP)
+class weight_decay_asks_the_shards_for_their_dims(Script):
     """nanoGPT decays what has two dimensions; FSDP's shards are flat, so that nothing is decayed."""
 
-    class Change(Script):
-        def groups(self):
-            self.decayed = {name: p.dim() >= 2 for name, p in self.model.named_parameters()}
-            return super().groups()
-
-    return train(world, mesh, NanoGPT, OursFSDP, Change)
+    def groups(self):
+        self.decayed = {name: p.dim() >= 2 for name, p in self.model.named_parameters()}
+        return super().groups()
 
 
-@wrong(WRONG, "lr", "learning rate", "wte.weight", "blocks.0")
-def the_rate_is_scaled_by_the_ranks(world, mesh):
+@wrong_gpt("learning rate, step 1: wte.weight on rank 0", TorchDDP)
+class the_rate_is_scaled_by_the_ranks(Script):
     """The learning rate is multiplied by the number of ranks, though the global batch is that of one process."""
 
-    class Change(Script):
-        def setup(self):
-            trained = super().setup()
-            self.schedule.base_lrs = [rate * self.size for rate in self.schedule.base_lrs]
-            return trained
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def setup(self):
+        trained = super().setup()
+        self.schedule.base_lrs = [rate * self.size for rate in self.schedule.base_lrs]
+        return trained
 
 
-@wrong(WRONG, "lr", "learning rate", "schedule", "wte.weight", "blocks.0")
-def the_schedule_is_of_another_optimizer(world, mesh):
+@wrong_gpt("learning rate, step 0", OursZero)
+class the_schedule_is_of_another_optimizer(Script):
     """The schedule was made for a torch optimizer before; ZeRO's keeps its first rate."""
 
-    class Change(Script):
-        def setup(self):
-            trained = super().setup()
-            other = torch.optim.AdamW(self.groups(), lr=0.03)
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.03
-            self.schedule = self.make_schedule(other)
-            return trained
-
-    return train(world, mesh, NanoGPT, OursZero, Change)
+    def setup(self):
+        trained = super().setup()
+        other = torch.optim.AdamW(self.groups(), lr=0.03)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.03
+        self.schedule = self.make_schedule(other)
+        return trained
 
 
 # Dropout, and a checkpoint of the script's own -----------------------------------------------------------------------
 
 
-@wrong(WRONG, "dropout", "seed", "gradient", raises="manual_seed", tp=2)
-def tp_ranks_drop_different_features(world, mesh):
+class DroppingGPT(NanoGPT):
+    def build(self):
+        return Model(dropout=0.5)
+
+
+@wrong_gpt("manual_seed", OursTP, task=DroppingGPT, tp=2)
+class tp_ranks_drop_different_features(Script):
     """Seeded by rank after the split, tp ranks draw different masks for activations that all of them hold."""
 
-    class Task(NanoGPT):
-        def build(self):
-            return Model(dropout=0.5)
-
-    class Change(Script):
-        def setup(self):
-            trained = super().setup()
-            torch.manual_seed(self.world.rank)
-            return trained
-
-    return train(world, mesh, Task, OursTP, Change)
+    def setup(self):
+        trained = super().setup()
+        torch.manual_seed(self.world.rank)
+        return trained
 
 
 class Restarted(Script):
@@ -547,57 +440,44 @@ class Restarted(Script):
         self.schedule.load_state_dict(of_schedule)
 
 
-def restarted(world, mesh):
-    return train(world, mesh, NanoGPT, TorchDDP, Restarted)
+RIGHT["NanoGPT, restarted"] = {"dp": 2}, partial(train, task=NanoGPT, way=TorchDDP, change=Restarted)
 
 
-RIGHT["NanoGPT_torch_ddp_restarted"] = restarted, {"dp": 2}
-
-
-@wrong(WRONG, "optimizer", "exp_avg", "state", "k=2", "step 2")
-def the_checkpoint_has_no_optimizer_state(world, mesh):
+@wrong_gpt("first in weights, step 2", TorchDDP)
+class the_checkpoint_has_no_optimizer_state(Restarted):
     """On ranks, the script resumes before step 2 with its weights and schedule, and Adam's moments at zero."""
 
-    class Change(Restarted):
-        def restore(self, of_model, of_optimizer, of_schedule):
-            self.model.load_state_dict(of_model)
-            self.schedule.load_state_dict(of_schedule)
-            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr()):
-                group["lr"] = rate
-
-    return train(world, mesh, NanoGPT, TorchDDP, Change)
+    def restore(self, of_model, of_optimizer, of_schedule):
+        self.model.load_state_dict(of_model)
+        self.schedule.load_state_dict(of_schedule)
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr()):
+            group["lr"] = rate
 
 
-@wrong(WRONG, "lr", "learning rate", "schedule", "k=2", "step 2")
-def the_checkpoint_has_no_schedule(world, mesh):
+@wrong_gpt("learning rate, step 2", Plain)
+class the_checkpoint_has_no_schedule(Restarted):
     """On ranks, the script resumes before step 2 and warms up again."""
 
-    class Change(Restarted):
-        def restore(self, of_model, of_optimizer, of_schedule):
-            rates = [group["lr"] for group in self.optimizer.param_groups]
-            self.model.load_state_dict(of_model)
-            self.optimizer.load_state_dict(of_optimizer)
-            for group, rate in zip(self.optimizer.param_groups, rates):
-                group["lr"] = rate
-
-    return train(world, mesh, NanoGPT, Plain, Change)
+    def restore(self, of_model, of_optimizer, of_schedule):
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.model.load_state_dict(of_model)
+        self.optimizer.load_state_dict(of_optimizer)
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
 
 
-@wrong(WRONG, "exp_avg", "state", "optimizer", "k=2", "step 2")
-def every_rank_loads_rank_0s_part_of_the_state(world, mesh):
+@wrong_gpt("first in weights, step 2", OursZero)
+class every_rank_loads_rank_0s_part_of_the_state(Script):
     """ZeRO's `state_dict()` of rank 0 is saved alone, and its moments are copied to where other ranks have theirs."""
 
-    class Change(Script):
-        def step(self, k):
-            if k == 2:
-                for key in ("exp_avg", "exp_avg_sq"):
-                    parts = [state[key] for _, state in self.optimizer.tensors_and_states()]
-                    own = torch.cat([part.flatten() for part in parts])
-                    sizes = self.dp.all_gather(torch.tensor([len(own)])).tolist()
-                    first = self.dp.all_gather(own, sizes)[: min(sizes[0], len(own))]
-                    loaded = torch.cat([first, own[len(first) :]])
-                    for part, values in zip(parts, loaded.split([part.numel() for part in parts])):
-                        part.copy_(values.view_as(part))
-            return super().step(k)
-
-    return train(world, mesh, NanoGPT, OursZero, Change)
+    def step(self, k):
+        if k == 2:
+            for key in ("exp_avg", "exp_avg_sq"):
+                parts = [state[key] for _, state in self.optimizer.tensors_and_states()]
+                own = torch.cat([part.flatten() for part in parts])
+                sizes = self.dp.all_gather(torch.tensor([len(own)])).tolist()
+                first = self.dp.all_gather(own, sizes)[: min(sizes[0], len(own))]
+                loaded = torch.cat([first, own[len(first) :]])
+                for part, values in zip(parts, loaded.split([part.numel() for part in parts])):
+                    part.copy_(values.view_as(part))
+        return super().step(k)
