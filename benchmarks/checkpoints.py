@@ -98,7 +98,7 @@ def print_table(title: str, lines: list[Row]) -> None:
 
 
 def _mesh(world: Comm, config: TrainConfig) -> Mesh:
-    return Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    return Mesh(world, **config.mesh_sizes)
 
 
 def build(world: Comm, config: TrainConfig) -> Usage:

@@ -76,7 +76,7 @@ def _race_alike(world: Comm, ours: LossStep, others: LossStep, rounds: int) -> T
 def _ours(world: Comm, **changes: Any) -> tuple[LossStep, Pair]:
     """Return a training step and this rank's batch."""
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, **changes)
-    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
     for group in state.optimizer.param_groups:
         group["lr"] = 1e-3

@@ -170,7 +170,7 @@ def _let_sleep(stages: list[Transformer], sleeps: Sleeps) -> None:
 def _measured(
     world: Comm, config: TrainConfig, rounds: int, sleeps: Sleeps | None
 ) -> tuple[list[float], float]:
-    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(world, **config.mesh_sizes)
     state, text = parallelize(config, mesh, world.device), load_text(None)
     if sleeps is not None:
         _let_sleep(state.stages, sleeps)

@@ -75,9 +75,7 @@ def _race_attention(
 
 
 def _step(world: Comm, config: TrainConfig, text: Text, core: Callable[..., Tensor] | None) -> Step:
-    state = parallelize(
-        config, Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep), world.device
-    )
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     for stage in state.stages if core is not None else ():
         for module in stage.modules():
             if isinstance(module, Attention):

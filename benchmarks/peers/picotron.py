@@ -96,7 +96,7 @@ def _race(
 ) -> tuple[Times, tuple[list[float], list[float]]]:
     """Return the times of the steps on this rank, and the losses of our steps and of theirs."""
     text = load_data(config)[0]
-    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
     ours: list[float] = []
     theirs: list[float] = []

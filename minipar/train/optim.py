@@ -35,6 +35,14 @@ def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
     return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def set_learning_rate(config: TrainConfig, optimizer: Any, step: int) -> float:
+    """Give the optimizer the run's learning rate of this step; return it."""
+    lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
 class OptimizerFamily(Protocol):
     """The interface of a choice of `--optimizer`: an optimizer class for one process, and one for any mesh.
 

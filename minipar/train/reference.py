@@ -17,7 +17,7 @@ from minipar.config.train_config import TrainConfig
 from minipar.model import set_num_groups, update_balance_bias
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Text, batch_of
-from minipar.train.optim import BETAS, OptimizerFamily, learning_rate, make_scaler, may_step
+from minipar.train.optim import BETAS, OptimizerFamily, make_scaler, may_step, set_learning_rate
 
 Observe = Callable[[dict[str, Tensor]], None]
 # A tensor whose entries are all below this is zero up to float64 rounding; differences from such a tensor are absolute.
@@ -63,8 +63,7 @@ def train_in_one_process(
     observe = observe or (lambda masters: None)
     observe(masters)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+        set_learning_rate(config, optimizer, step)
         batch = batch_of(config, text, step)
         model.zero_grad()
         scale = 1.0 if scaler is None else scaler.current_scale

@@ -20,7 +20,7 @@ from minipar.support.trace import span
 from minipar.train.data.text import Text, batch_of
 from minipar.train.log import Metrics
 from minipar.train.metrics import routing, speed
-from minipar.train.optim import grad_norm, learning_rate, may_step
+from minipar.train.optim import grad_norm, may_step, set_learning_rate
 from minipar.train.parallelize import RankState
 
 
@@ -43,9 +43,7 @@ def train_step(
     Raises NotFinite if the loss or the gradient norm is not finite and on_nan is "stop".
     """
     start_s = time.perf_counter()
-    lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
+    lr = set_learning_rate(config, state.optimizer, step)
     state.optimizer.zero_grad()
     state.averaging.begin_step(step)
     loss = gradients(world, state, config, text, step, batch)

@@ -188,9 +188,7 @@ def train_rank(
     report = report or world.report
     stop = stop or (lambda: world.rank == 0 and bool(world.ask("stop")))
     torch.manual_seed(config.seed)
-    state = parallelize(
-        config, Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep), world.device
-    )
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     metrics, verified, trace, begin = [], None, trace_on(world.device), 0
     if start is not None:
         restore(state, start.open())

@@ -137,7 +137,7 @@ class Replay:
 
     def held(self, i: int) -> list[Held]:
         """Return the tensors of all ranks in snapshot i."""
-        return [own.snapshots[i].tensors for own in self.seen]
+        return [[*own.snapshots.values()][i] for own in self.seen]
 
     def step(self, step: int) -> list[Row]:
         """Repeat a step from every rank's weights before it, gradients and messages; compare it with the mesh's."""
@@ -195,7 +195,7 @@ class Replay:
         """
         config = self.config
         batch = batch_of(config, self.text, step)
-        mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
+        mesh = Mesh(config.world_size, **config.mesh_sizes)
         replica = [mesh.coordinates_of(r).dp * replicas // config.dp for r in range(config.world_size)]
         groups = (
             config.model.num_groups(config.batch_size, config.seq_len) if config.model.num_experts else None

@@ -140,7 +140,7 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
     program = partial(_rank, config, text)
     kinds = None
     if config.world_size > MAX_RANKS if by_kind is None else by_kind:
-        mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
+        mesh = Mesh(config.world_size, **config.mesh_sizes)
         kinds = run_kinds(mesh, alike_axes(config), program)
         programs, faults, assumed = kinds.programs, kinds.faults, kinds.assumed
         ranks = _of_all(mesh, kinds)
@@ -196,7 +196,7 @@ def _left_out(config: TrainConfig) -> list[str]:
 def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> DryRank:
     """Run one rank as `train/trainer.py` does, and measure what it holds and sends."""
     torch.manual_seed(config.seed)
-    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
     gc.collect()  # the whole model that told the costs of its layers: on the meta device, it takes no memory in a run
     comms = {axis: mesh.comm(*axes) for axis, axes in COMMS.items()}

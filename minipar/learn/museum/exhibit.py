@@ -137,7 +137,7 @@ def _observe(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) 
 def _losses(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) -> list[float]:
     """Train by the functions that `verify` calls, since a fault may replace one of them; keep the losses alone."""
     with _planted(fault, world):
-        mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+        mesh = Mesh(world, **config.mesh_sizes)
         state = verification.parallelize(config, mesh, world.device)
         steps = range(config.steps)
         return [verification.train_step(world, state, config, text, step)["loss"] for step in steps]

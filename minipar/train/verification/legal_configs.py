@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,25 +60,22 @@ class _Turns:
     """Recomputation modes, memories for optimizer states, and dispatches, used in turn, separately for each ZeRO stage."""
 
     def __init__(self, base: TrainConfig):
-        recomputations = RECOMPUTATIONS if base.recompute == "none" else [base.recompute]
-        self._recompute = {zero: cycle(recomputations) for zero in range(4)}
-        self._offload = {
-            zero: cycle(_named("offload", base) if zero else [("none", {})]) for zero in range(4)
-        }
-        self._dispatched: dict[int, Counter[str]] = {zero: Counter() for zero in range(4)}
-        self._base = base
+        self._base, self._turn, self._dispatched = base, Counter[int](), Counter[tuple[int, str]]()
 
     def applied(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the next recomputation mode, memory and dispatch."""
         zero, base = config.zero, self._base
-        config = replace(config, recompute=next(self._recompute[zero]))
+        turn, self._turn[zero] = self._turn[zero], self._turn[zero] + 1
+        if base.recompute == "none":
+            config = replace(config, recompute=RECOMPUTATIONS[turn % len(RECOMPUTATIONS)])
         if config.ep > 1 and base.choosing(dispatch="all-to-all") == base:
             # The one tried least so far: not every dispatch is legal with every mesh.
-            way = min(_named("dispatch", config), key=lambda named: self._dispatched[zero][named[0]])
+            way = min(_named("dispatch", config), key=lambda named: self._dispatched[zero, named[0]])
             config = config.choosing(dispatch=way)
-            self._dispatched[zero][way[0]] += 1
-        if base.offload == "none":
-            config = _legal(config, offload=next(self._offload[zero])) or config
+            self._dispatched[zero, way[0]] += 1
+        if base.offload == "none" and zero:
+            memories = _named("offload", base)
+            config = _legal(config, offload=memories[turn % len(memories)]) or config
         return config
 
 

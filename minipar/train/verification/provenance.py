@@ -11,7 +11,7 @@ def place_in_recipe(config: TrainConfig, placement: Placement, rank: int) -> str
 
     A cut along a dim comes from expert parallelism (dim 0 of stacked experts) or tp; a flat range comes from ZeRO.
     """
-    mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(config.world_size, **config.mesh_sizes)
     at = mesh.coordinates_of(rank)
     expert = placement.expert
     steps = []

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import torch
 
+from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import Placement, gather
 from minipar.model import Transformer, set_num_groups, update_balance_bias
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Batch, Text, batch_of
-from minipar.train.optim import BETAS, learning_rate, make_scaler, may_step
+from minipar.train.optim import BETAS, make_scaler, may_step, set_learning_rate
 from minipar.train.reference import relative
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}  # relative to a tensor's largest entry
@@ -72,7 +73,7 @@ def is_rounded(config: TrainConfig) -> bool:
 
 
 def replay_steps(
-    config: TrainConfig, text: Text, weights: list[Tensors], gradients: list[Tensors]
+    world: Comm, config: TrainConfig, text: Text, weights: list[Tensors], gradients: list[Tensors]
 ) -> list[RoundedStep]:
     """Return a RoundedStep for each step of a mesh, given its master weights before each step and its gradients in it."""
     rounded = whole_model(config)
@@ -83,8 +84,7 @@ def replay_steps(
     optimizer, scaler = family.optimizer_class()(groups, lr=config.lr, betas=BETAS), make_scaler(config)
     steps = []
     for step, (before, of_mesh) in enumerate(zip(weights, gradients)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+        set_learning_rate(config, optimizer, step)
         batch = batch_of(config, text, step)
         scale = 1.0 if scaler is None else scaler.current_scale
         loss, own = gradients_of_microbatches(config, rounded, before, batch, step, scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,7 +24,6 @@ from minipar.train.verification.provenance import place_in_recipe
 from minipar.train.verification.rounded_reference import (
     TOLERANCE,
     Held,
-    RoundedStep,
     Tensors,
     is_rounded,
     replay_steps,
@@ -82,21 +81,14 @@ class Compared(NamedTuple):
     want: torch.Tensor
 
 
-class Snapshot(NamedTuple, Generic[T]):
-    """Tensors at one moment: a rank's parts, or one process's tensors by name. `step` is None for weights."""
-
-    what: str
-    step: int | None
-    tensors: T
-
-
 class Observed(NamedTuple, Generic[T]):
-    """One rank's snapshots (initial weights, gradients of each step, last weights), and its losses and gradient norms.
+    """A rank's run, or one process's.
 
-    messages  for each step, what the reference of a lossy run has recorded
+    snapshots  its parts of tensors, or tensors by name, at moments in the order of the run: "gradients, step 0"
+    messages   for each step, what the reference of a lossy run has recorded
     """
 
-    snapshots: list[Snapshot[T]]
+    snapshots: dict[str, T]
     losses: list[float]
     norms: list[float]
     messages: list[list[Any]]
@@ -128,11 +120,12 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
     wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1, backend=backend)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
-    for i, (what, step, want) in enumerate(wanted):
-        rows.append(tensor_row(config, what, [rank.snapshots[i].tensors for rank in seen], want, limit))
-        if step is not None:
-            of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
-            rows.append(number_row(f"loss, step {step}", of_losses, losses[step], limit))
+    for what, want in wanted.items():
+        rows.append(tensor_row(config, what, [rank.snapshots[what] for rank in seen], want, limit))
+        if what.startswith("gradients"):
+            step = int(what.split()[-1])
+            rows.append(number_row(f"loss, step {step}", [r.losses[step] for r in seen], losses[step], limit))
+            of_norms = [r.norms[step] for r in seen]
             rows.append(number_row(f"gradient norm, step {step}", of_norms, norms[step], limit))
     return Verification(config, rows)
 
@@ -150,17 +143,16 @@ def _lossy_reference(config: TrainConfig) -> Any:
 
 
 def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held]:
-    mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+    mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
-    seen: list[Snapshot[Held]] = []
+    seen: dict[str, Held] = {}
     losses, norms, messages = [], [], []
     lossy = _lossy_reference(config)
     recorded = [] if lossy is None else lossy.record_messages(state)
     each_step = is_rounded(config) or lossy is not None
 
-    def keep(what: str, step: int | None, values: Callable[[], Values]) -> None:
-        held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
-        seen.append(Snapshot(what, step, held))
+    def keep(what: str, values: Callable[[], Values]) -> None:
+        seen[what] = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
 
     def weights() -> Values:
         return [(x, x.detach()) for x, _ in state.optimizer.tensors_and_states()]
@@ -169,67 +161,59 @@ def _observe_rank(world: Comm, config: TrainConfig, text: Text) -> Observed[Held
         wide, scale = config.torch_master_dtype, state.loss_scale
         return [(x, x.grad if x.grad is None else x.grad.to(wide) / scale) for x in state.optimizer.tensors]
 
-    keep("initial weights", None, weights)
+    keep("initial weights", weights)
     for step in range(config.steps):
-        observe = partial(keep, f"gradients, step {step}", step, gradients)
+        observe = partial(keep, f"gradients, step {step}", gradients)
         metrics = train_step(world, state, config, text, step, observe)
         if each_step:
-            keep(f"weights, step {step}", None, weights)
+            keep(f"weights, step {step}", weights)
         messages.append(list(recorded))
         recorded.clear()
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
     if not each_step:
-        keep("weights at the end", None, weights)
+        keep("weights at the end", weights)
     return Observed(seen, losses, norms, messages)
 
 
 def _observe_one_process(world: Comm, config: TrainConfig, text: Text) -> Observed[Tensors]:
-    seen: list[Snapshot[Tensors]] = []
+    seen: dict[str, Tensors] = {}
 
     def observe(masters: Mapping[str, torch.Tensor]) -> None:
         if not seen:
-            weights = {n: p.detach().to("cpu", copy=True) for n, p in masters.items()}
-            seen.append(Snapshot("initial weights", None, weights))
+            seen["initial weights"] = {n: p.detach().to("cpu", copy=True) for n, p in masters.items()}
         else:
-            step = len(seen) - 1
             gradients = {n: p.grad.to("cpu", copy=True) for n, p in masters.items() if p.grad is not None}
-            seen.append(Snapshot(f"gradients, step {step}", step, gradients))
+            seen[f"gradients, step {len(seen) - 1}"] = gradients
 
     reference = train_in_one_process(config, text, config.steps, observe=observe, device=world.device)
-    seen.append(Snapshot("weights at the end", None, dict(reference.parameters)))
+    seen["weights at the end"] = dict(reference.parameters)
     return Observed(seen, reference.losses, reference.grad_norms, [])
 
 
 def _rounded_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
     """Compare each step of a mesh in half precision with one process that starts from the mesh's own weights."""
-    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
-    wholes = [whole(tensors) for tensors in held]
+    held = {what: [rank.snapshots[what] for rank in seen] for what in seen[0].snapshots}
+    wholes = [*map(whole, held.values())]
     weights, gradients = [wholes[0], *wholes[2::2]], wholes[1::2]
-    wanted = run(_replay_steps, config, text, weights[:-1], gradients, world_size=1)[0]
+    wanted = run(replay_steps, config, text, weights[:-1], gradients, world_size=1)[0]
     model = whole_model(config)
     initial = {name: p.detach().to(config.torch_master_dtype) for name, p in model.named_parameters()}
-    rows = [tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    rows = [tensor_row(config, "initial weights", held["initial weights"], initial, UPDATE_TOLERANCE)]
     for step, want in enumerate(wanted):
-        of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+        of_losses, of_norms = [r.losses[step] for r in seen], [r.norms[step] for r in seen]
         rows.append(number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
         if math.isfinite(want.norm):
             what = f"gradients, step {step}"
-            rows.append(tensor_row(config, what, held[2 * step + 1], want.gradients, want.limits))
-            norms = f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE
-            rows.append(number_row(*norms))
+            rows.append(tensor_row(config, what, held[what], want.gradients, want.limits))
+            rows.append(number_row(f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE))
         else:  # the step was skipped
             overflowed = [float(not math.isfinite(norm)) for norm in of_norms]
             in_one = not all(x.isfinite().all() for x in want.gradients.values())
             rows.append(number_row(f"overflow, step {step}", overflowed, float(in_one), 0))
-        rows.append(
-            tensor_row(config, f"weights, step {step}", held[2 * step + 2], want.weights, UPDATE_TOLERANCE)
-        )
+        what = f"weights, step {step}"
+        rows.append(tensor_row(config, what, held[what], want.weights, UPDATE_TOLERANCE))
     return rows
-
-
-def _replay_steps(world: Comm, *args: Any) -> list[RoundedStep]:
-    return replay_steps(*args)
 
 
 def tensor_row(
@@ -270,20 +254,23 @@ def number_row(what: str, by_rank: list[float], want: float, limit: float) -> Ro
     return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)
 
 
+def lines_of(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the lines of a table: one row per comparison."""
+    yield f"{'':22}{'tensors':>8}  {'difference':>10}  where it is largest"
+    for row in rows:
+        mark = "" if row.equal else "   <-- DIVERGES"
+        yield f"{row.what:22}{row.tensors:>8}  {row.difference:>10.1e}  {row.worst}, rank {row.rank}{mark}"
+
+
+def diverges(mesh: str, first: Row) -> str:
+    return f"{mesh} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}"
+
+
 def table(result: Verification) -> str:
     """Format the verification as text: one row per comparison, then the verdict."""
-    head = f"{'':22}{'tensors':>8}  {'difference':>10}  where it is largest"
-    lines = [head]
-    for row in result.rows:
-        mark = "" if row.equal else "   <-- DIVERGES"
-        lines.append(
-            f"{row.what:22}{row.tensors:>8}  {row.difference:>10.1e}  {row.worst}, rank {row.rank}{mark}"
-        )
-    if (first := result.first_divergence) is None:
-        lines.append(f"{result.config.mesh_name}: the numbers of one process")
+    mesh, first = result.config.mesh_name, result.first_divergence
+    if first is None:
+        verdict = f"{mesh}: the numbers of one process"
     else:
-        lines.append(
-            f"{result.config.mesh_name} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}"
-            + (f" ({first.place})" if first.place else "")
-        )
-    return "\n".join(lines)
+        verdict = diverges(mesh, first) + (f" ({first.place})" if first.place else "")
+    return "\n".join([*lines_of(result.rows), verdict])

@@ -256,9 +256,9 @@ def test_each_part_of_a_lossy_step_is_compared():
     seen = minipar.run(_observe_rank, config, text, world_size=2)
     message = seen[1].messages[1][-1]
     places = {
-        "gradients, step 1": seen[1].snapshots[3].tensors[0][1],
+        "gradients, step 1": seen[1].snapshots["gradients, step 1"][0][1],
         "averages, step 1": message.got[0],
-        "weights, step 1": seen[1].snapshots[4].tensors[0][1],
+        "weights, step 1": seen[1].snapshots["weights, step 1"][0][1],
     }
     assert all(row.equal for row in lossy_rows(config, text, seen))
     for want, tensor in (*places.items(), ("averages, step 1", message.given[0])):

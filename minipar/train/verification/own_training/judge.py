@@ -15,7 +15,7 @@ from minipar.train.reference import known
 from minipar.train.verification.own_training.causes import DREW, why_gradient, why_step, why_sum
 from minipar.train.verification.own_training.parts import Part, itself, parts_of
 from minipar.train.verification.own_training.watch import Held, Interrupted, Recorded, Tensors
-from minipar.train.verification.verify import Row
+from minipar.train.verification.verify import Row, diverges, lines_of
 
 # The difference allowed, relative to a tensor's largest entry; more where rounding alone does more in one process.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -49,23 +49,17 @@ class TrainingVerification(NamedTuple):
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self) -> str:
-        lines = [f"{'':24}{'tensors':>8}  {'difference':>10}  where it is largest"]
         first = self.first_divergence
-        shown, causes = list(self.rows), []
+        shown, causes = self.rows, []
         if first is not None:  # what comes later follows from it, but a loss's gradients say more
-            end = self.rows.index(first)
-            end += first.what.startswith("loss") and self.rows[end + 1].what.startswith("gradients")
+            end = shown.index(first)
+            end += first.what.startswith("loss") and shown[end + 1].what.startswith("gradients")
             shown = shown[: end + 1]
             causes = [cause for row in shown if not row.equal for cause in row.place.split("\n") if cause]
-        for row in shown:
-            mark = "" if row.equal else "   <-- DIVERGES"
-            where = f"{row.worst}, rank {row.rank}" if row.tensors else row.worst
-            lines.append(f"{row.what:24}{row.tensors:>8}  {row.difference:>10.1e}  {where}{mark}")
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"WRONG: {fault}" for fault in self.faults]
+        notes = [f"note: {note}" for note in self.notes] + [f"WRONG: {fault}" for fault in self.faults]
+        lines = [*lines_of(shown), *notes]
         if first is not None:
-            lines.append(f"{self.mesh} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}")
-            lines += [f"  {cause}" for cause in dict.fromkeys(causes)]
+            lines += [diverges(self.mesh, first), *(f"  {cause}" for cause in dict.fromkeys(causes))]
         elif not self.faults:
             rest = ", of what was compared" if any("not compared" in note for note in self.notes) else ""
             lines.append(f"{self.mesh}: the numbers of one process{rest}")

@@ -33,9 +33,13 @@ def parts_of(held: Tensors, whole: Mapping[str, Tensor], mesh: Mesh, rank: int) 
     values, such as norms of ones, the one that keeps the order of the others.
     """
     parts = {name: _by_name(name, one, whole, mesh, rank) for name, one in held.items()}
-    alike = {name: _alike(one.value, whole) for name, one in held.items() if one.placement is None}
-    if any(len(alike[name]) == 1 and not _fits(parts[name], held[name], whole) for name in alike):
-        parts.update(dict.fromkeys(alike))
+    alike = {  # the parameters with the same values
+        name: [n for n, x in whole.items() if one.value is not None and _equal(x, one.value)]
+        for name, one in held.items()
+        if one.placement is None
+    }
+    if any(len(alike[n]) == 1 and not _fits(parts[n], held[n].value, whole) for n in alike):
+        parts |= dict.fromkeys(alike)
     order, own = list(whole), list(held)
     at = {own.index(n): order.index(p.name) for n, p in parts.items() if p is not None}
     for name in sorted((n for n in alike if parts[n] is None), key=lambda name: len(alike[name])):
@@ -54,16 +58,12 @@ def _shared(a: str, b: str) -> int:
     return len(os.path.commonprefix([a.split(".")[:-1], b.split(".")[:-1]]))
 
 
-def _fits(part: Part | None, held: Held, whole: Mapping[str, Tensor]) -> bool:
-    return part is not None and held.value is not None and _equal(part.cut(whole[part.name]), held.value)
+def _fits(part: Part | None, value: Tensor | None, whole: Mapping[str, Tensor]) -> bool:
+    return part is not None and value is not None and _equal(part.cut(whole[part.name]), value)
 
 
 def itself(x: Tensor) -> Tensor:
     return x
-
-
-def _alike(value: Tensor | None, whole: Mapping[str, Tensor]) -> list[str]:
-    return [] if value is None else [name for name, x in whole.items() if _equal(x, value)]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -81,29 +81,27 @@ def _by_name(name: str, held: Held, whole: Mapping[str, Tensor], mesh: Mesh, ran
     value, want = held.value, whole[name]
     if value.shape == want.shape:
         return Part(name, itself)
-    if value.dim() != want.dim():
-        return None
-    differing = [dim for dim in range(want.dim()) if value.shape[dim] != want.shape[dim]]
-    if len(differing) != 1:
+    differing = [dim for dim, (n, size) in enumerate(zip(value.shape, want.shape)) if n != size]
+    if value.dim() != want.dim() or len(differing) != 1:
         return None
     (dim,) = differing
     rows = _rows_of(value.movedim(dim, 0), want.movedim(dim, 0)) or _block(
         value.shape[dim], want.shape[dim], mesh, rank
     )
-    index = None if rows is None else torch.tensor(rows)
-    return None if index is None else Part(name, lambda x: x.index_select(dim, index))
+    return None if rows is None else Part(name, lambda x: x.index_select(dim, torch.tensor(rows)))
 
 
-def _rows_of(local: Tensor, whole: Tensor) -> list[int] | None:
+def _rows_of(local: Tensor, whole: Tensor) -> list[int]:
     """Return where the rows of `local` are in `whole`, if each is there once."""
     places: dict[bytes, list[int]] = {}
     for i, row in enumerate(whole):
         places.setdefault(digest(row), []).append(i)
     rows = [places.get(digest(row), []) for row in local]
-    return [row[0] for row in rows] if all(len(row) == 1 for row in rows) else None
+    return [row[0] for row in rows] if all(len(row) == 1 for row in rows) else []
 
 
 def _block(length: int, size: int, mesh: Mesh, rank: int) -> list[int] | None:
+    """Return the rows that a rank's coordinate would hold, along the first axis that cuts them so."""
     at = mesh.coordinates_of(rank)
     for axis in ("tp", "ep", "cp", "dp", "pp"):
         sizes, mine = chunk_sizes(size, mesh.sizes[axis]), getattr(at, axis)
