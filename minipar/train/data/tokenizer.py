@@ -118,13 +118,6 @@ def digest_of_tokenizer(content: bytes) -> str:
 Codec = Bytes | Ids | Tokenizer
 
 
-def codec_of(config: TrainConfig) -> Codec:
-    """Return the codec of this run."""
-    if config.tokenizer is not None:
-        return Tokenizer(config.tokenizer)
-    return Bytes() if config.tokens is None else Ids()
-
-
 def codec_of_run(folder: Path, extra: dict[str, Any]) -> Codec:
     """Return the codec of the run in `folder`; `extra` is from the run's checkpoint.
 

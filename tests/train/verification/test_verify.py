@@ -21,6 +21,7 @@ from minipar.train.verification.verify import table, verify
 from tests.examples import examples
 from tests.strategies import config_of, mesh_sizes, seeds
 
+VERIFY = import_module("minipar.train.verification.verify")  # the package has a function by this name
 GRIDS = {4: ["2d"], 8: ["2.5d", "3d"], 9: ["2d"]}  # by the number of tp ranks
 DISPATCHES = [
     "all-to-all",
@@ -154,25 +155,27 @@ OF_FAULTS = [
 ]
 
 
+def require_equal(config: TrainConfig) -> None:
+    result = verify(config)
+    assert result.equal, table(result)
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("config", OF_FAULTS)
 def test_a_mesh_that_once_fell_gives_the_numbers_of_one_process(config):
-    result = verify(config)
-    assert result.equal, table(result)
+    require_equal(config)
 
 
 @pytest.mark.parametrize("cut", [dict(dp=2, tp=2), dict(dp=4, ep=2, moe=4)], ids=["tp", "ep"])
 def test_zero_3_shards_what_another_axis_has_cut(cut):
     """In every run: such a parameter gets its value after its hooks, and a hook that is lost loses its gradient."""
-    result = verify(DEFAULTS.choosing(zero=3, steps=1, batch_size=4, **cut))
-    assert result.equal, table(result)
+    require_equal(DEFAULTS.choosing(zero=3, steps=1, batch_size=4, **cut))
 
 
 @examples(12)
 @given(configs())
 def test_every_mesh_gives_the_numbers_of_one_process(config):
-    result = verify(config)
-    assert result.equal, table(result)
+    require_equal(config)
 
 
 def ignoring(observe):
@@ -202,14 +205,12 @@ def ignoring(observe):
 @examples(4)
 @given(configs())
 def test_targets_that_are_ignored_count_on_no_mesh(config):
-    module = import_module("minipar.train.verification.verify")
-    plain = module._observe_rank, module._observe_one_process
-    module._observe_rank, module._observe_one_process = map(ignoring, plain)
+    plain = VERIFY._observe_rank, VERIFY._observe_one_process
+    VERIFY._observe_rank, VERIFY._observe_one_process = map(ignoring, plain)
     try:
-        result = verify(config)
+        require_equal(config)
     finally:
-        module._observe_rank, module._observe_one_process = plain
-    assert result.equal, table(result)
+        VERIFY._observe_rank, VERIFY._observe_one_process = plain
 
 
 DOCUMENTS = replace(DEFAULTS, model=replace(DEFAULTS.model, documents=True), steps=2, cp=2)
@@ -224,14 +225,14 @@ def across_documents(world, config, text):
 
     plain, module.ATTENTIONS = module.ATTENTIONS, {"ring": seeing_all}
     try:
-        return import_module("minipar.train.verification.verify")._observe_rank(world, config, text)
+        return VERIFY._observe_rank(world, config, text)
     finally:
         module.ATTENTIONS = plain
 
 
 def test_attention_across_documents_diverges(monkeypatch):
     assert verify(DOCUMENTS).equal
-    monkeypatch.setattr(import_module("minipar.train.verification.verify"), "_observe_rank", across_documents)
+    monkeypatch.setattr(VERIFY, "_observe_rank", across_documents)
     first = verify(DOCUMENTS).first_divergence
     assert first is not None
     assert first.what == "gradients, step 0"
@@ -247,13 +248,12 @@ def test_attention_across_documents_diverges(monkeypatch):
     ],
 )
 def test_documents_are_those_of_one_process(changes):
-    result = verify(DOCUMENTS.choosing(**changes))
-    assert result.equal, table(result)
+    require_equal(DOCUMENTS.choosing(**changes))
 
 
 def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
     config = replace(DEFAULTS, dp=2, steps=2)
-    monkeypatch.setattr(import_module("minipar.train.verification.verify"), "_observe_rank", faulty_observer)
+    monkeypatch.setattr(VERIFY, "_observe_rank", faulty_observer)
     result = verify(config)
     first = result.first_divergence
     assert not result.equal
@@ -266,7 +266,7 @@ def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
 def test_a_divergence_names_its_place_and_nan_is_never_equal(monkeypatch):
     config = replace(DEFAULTS, pp=2, dp=2, tp=2, microbatches=2, zero=1, steps=1, on_nan="skip")
     monkeypatch.setattr(
-        import_module("minipar.train.verification.verify"),
+        VERIFY,
         "_observe_rank",
         partial(faulty_observer, times=math.nan),
     )
@@ -286,9 +286,7 @@ def test_a_divergence_names_its_place_and_nan_is_never_equal(monkeypatch):
 
 
 def faulty_observer(world, config, text, times=1.5):
-    fresh = import_module("minipar.train.verification.verify")
-
-    train_step = fresh.train_step
+    train_step = VERIFY.train_step
 
     def broken(world, state, config, text, step, observe):
         def spoil():
@@ -301,11 +299,11 @@ def faulty_observer(world, config, text, times=1.5):
 
         return train_step(world, state, config, text, step, spoil)
 
-    fresh.train_step = broken
+    VERIFY.train_step = broken
     try:
-        return fresh._observe_rank(world, config, text)
+        return VERIFY._observe_rank(world, config, text)
     finally:
-        fresh.train_step = train_step
+        VERIFY.train_step = train_step
 
 
 def test_the_sweep_has_every_axis_and_only_legal_configs():

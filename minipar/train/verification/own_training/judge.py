@@ -94,6 +94,10 @@ class _Judge:
         self._mesh, self._one, self._ranks, self._parts = mesh, one, ranks, parts
         self._found = {part.name for held in parts for part in held.values() if part}
         self._half = any(r.half for r in [one.run, *ranks])
+        dtypes = {x.dtype for x in _whole(one.run.initial).values() if x.is_floating_point()}
+        self._tolerance = (
+            HALF if self._half else max(map(_tolerance, dtypes), default=TOLERANCE[torch.float32])
+        )
         self.notes: list[str] = []
         if self._half:
             self.notes.append(f"modules compute in 16 bits, so differences up to {HALF:.0%} are not seen")
@@ -250,30 +254,22 @@ class _Judge:
         losses = {rank: loss for rank, loss in enumerate(by_rank) if loss is not None}
         if want is None or not losses:
             return None
-        dtypes = [x.dtype for x in _whole(self._one.run.initial).values() if x.is_floating_point()]
-        coarse = max((TOLERANCE.get(dtype, HALF) for dtype in dtypes), default=TOLERANCE[torch.float32])
-        limit = (HALF if self._half else coarse) * max(abs(want), 1e-30) + ROUNDINGS * abs(
-            (moved or want) - want
-        )
+        limit = self._tolerance * abs(want) + ROUNDINGS * abs((moved or want) - want)
         apart = {rank: known(abs(loss - want)) for rank, loss in losses.items()}
-        rank = max(apart, key=lambda r: apart[r])
-        lowest, highest, total = min(losses.values()), max(losses.values()), sum(losses.values())
-        words = f"{losses[rank]:.6g} where one process has {want:.6g}; the ranks' mean is {total / len(losses):.6g}"
-        row = Row(
-            f"loss, step {number}", len(losses), apart[rank] / (abs(want) or 1), "loss", rank, False, words
-        )
-        if apart[rank] <= limit:
-            return row._replace(equal=True)
+        rank, total = max(apart, key=lambda r: apart[r]), sum(losses.values())
+        equal = apart[rank] <= limit
         alone = any(by_rank[peer] is None for r in losses for peer in self._mesh.group(r, "dp"))
         along_tp = ((loss, losses.get(self._mesh.group(r, "tp")[0], loss)) for r, loss in losses.items())
-        of_parts = lowest < want < highest or abs(total - want) <= limit
-        if alone or (of_parts and all(abs(a - b) <= limit for a, b in along_tp)):
+        of_parts = min(losses.values()) < want < max(losses.values()) or abs(total - want) <= limit
+        if not equal and (alone or of_parts and all(abs(a - b) <= limit for a, b in along_tp)):
             if not number:  # later ones follow from what differs before
                 self.notes.append(
                     "ranks return losses of their own parts: gradients decide whether these are right"
                 )
             return None
-        return row
+        words = f"{losses[rank]:.6g} where one process has {want:.6g}; the ranks' mean is {total / len(losses):.6g}"
+        relative = apart[rank] / (abs(want) or 1)
+        return Row(f"loss, step {number}", len(losses), relative, "loss", rank, equal, words)
 
     def _explained(self, row: Row, step: int) -> Row:
         """Add what ranks do in this step that they shouldn't."""
@@ -288,6 +284,10 @@ class _Judge:
         elif not told and unknown and row.what.startswith("gradients"):
             words.append(why_sum(one, self._ranks, step))
         return row._replace(place="\n".join(words))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, HALF)
 
 
 def _whole(held: Tensors) -> Whole:
@@ -313,7 +313,7 @@ def _apart(
     coarse = min(got.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     # Entries that are rounding alone, such as the gradient of a key's bias, are held against the largest tensor's.
     scale = max(_size(right), 100 * torch.finfo(coarse).eps * largest)
-    limit = HALF if half else TOLERANCE.get(coarse, HALF)
+    limit = HALF if half else _tolerance(coarse)
     if moved is not None and scale:
         limit = max(limit, ROUNDINGS * known(_size(moved.double() - right.double()) / scale))
     apart = _size(got.double() - want.double())
@@ -370,7 +370,7 @@ def first_apart(a: Tensors, b: Tensors, exact: bool = False) -> str | None:
             if x is not y:
                 return name
             continue
-        limit = 0.0 if exact else TOLERANCE.get(x.dtype, HALF) * _size(x)
+        limit = 0.0 if exact else _tolerance(x.dtype) * _size(x)
         if x.shape != y.shape or not torch.allclose(x, y.to(x.dtype), rtol=0, atol=limit, equal_nan=True):
             return name
     return None

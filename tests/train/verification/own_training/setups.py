@@ -46,7 +46,9 @@ def train(
     if world is not None and wrap:
         model = wrap(module, mesh)
     opt = early if before else optimizer(model.parameters())
-    opt_step = opt.step  # looked up before anybody could replace it
+    opt_step = (
+        opt.step if isinstance(opt, torch.optim.Optimizer) else lambda: opt.step()
+    )  # looked up before it is watched
 
     def step(k):
         x, y = (x if world is None else part(x, mesh) for x in batch(k))
@@ -166,6 +168,22 @@ def planned(params):
     return optimizer
 
 
+class Unrelated:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p -= 0.1 * p.grad
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
 def by_closure(world, mesh, average=averaged):
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -216,6 +234,7 @@ RIGHT = {
     "a checkpoint": (DP, saved),
     "a closure": (DP, by_closure),
     "autocast": (DP, partial(train, model=half, after=averaged)),
+    "an optimizer that is none of torch's": (DP, partial(train, after=averaged, optimizer=Unrelated)),
     "rates by layer": (DP, partial(train, after=averaged, optimizer=layerwise)),
 }
 WRONG = {  # mesh, training, and words of the verdict
