@@ -12,18 +12,11 @@ transport.py       a transport that records what a rank would send, and sends no
 turns.py           threads of one process as ranks, of which one runs at a time
 matching.py        checks that the recorded programs of all ranks fit each other
 programs.py        runs and records the programs of ranks
-run.py             runs the trainer's program on every rank, and compares it with the planner's figures
+run.py             runs the trainer's program on every rank, or on one of each kind; compares it with the planner's figures
 links.py           the time of recorded programs if every rank has a link of its own
 report.py          formats a dry run as text
 choices.py         `minipar train --dry-run` and its flags; imports no torch
 command.py         runs `minipar train --dry-run`
-
-A faster way runs one rank of each kind, in place of all ranks of the kind:
-
-kinds.py           runs the first rank of each kind, and the last to check that both do the same
-kind_transport.py  the transport that records a rank in place of its kind
-call.py            one collective call, with the arguments of all its ranks
-prove.py           runs a collective apart from the program, to check it
 """
 
 import lazy_loader

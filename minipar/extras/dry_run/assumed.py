@@ -41,16 +41,7 @@ def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
 FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
 BALANCED = "the router sends every expert as many tokens, and drops none"
 ASSUMED = (
-    Assumption(
-        "minipar.comm.agreement", "require_equal", "all ranks run the same model", lambda x, frame: False
-    ),
     Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
-    Assumption(
-        "minipar.train.optim",
-        "norm_shares",
-        "any share of a gradient's square may count towards the norm",
-        lambda x, frame: frame.f_locals["digests"].tolist(),
-    ),
     Assumption("minipar.train.metrics", "routing", BALANCED, lambda x, frame: [0.0] * x.numel()),
     Assumption(
         "minipar.data_parallel.chunk_optimizer",

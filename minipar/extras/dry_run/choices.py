@@ -14,7 +14,7 @@ class DryRunOptions:
 
     by_kind: bool = option(
         False,
-        "with --dry-run, run only the first and the last rank of each kind; the ranks between are taken to be like them",
+        "with --dry-run, run only the first rank of each kind; the others are taken to be like it",
     )
     memory: float | None = option(
         None, "with --dry-run, a device's memory in GB; exits 1 if a rank would need more"

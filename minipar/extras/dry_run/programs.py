@@ -14,15 +14,13 @@ from minipar.extras.dry_run.matching import disagreements
 from minipar.extras.dry_run.reads import AllRanks
 from minipar.extras.dry_run.record import Program, Refused
 from minipar.extras.dry_run.tensors import DryTensors
-from minipar.extras.dry_run.transport import Contents, RecordedTransport
+from minipar.extras.dry_run.transport import Contents, RecordedComm, RecordedTransport
 from minipar.extras.dry_run.turns import Stuck, Turns
 
 T = TypeVar("T")
 
 # A rank's program. It is called with its world and with the mode that counts the bytes of its tensors.
 RankProgram = Callable[[Comm, DryTensors], T]
-# Makes the world of a rank, on which its program is recorded.
-MakeWorld = Callable[[int, Contents, DryTensors], Comm]
 
 
 class DryPrograms(NamedTuple, Generic[T]):
@@ -34,28 +32,18 @@ class DryPrograms(NamedTuple, Generic[T]):
     assumed: list[str]
 
 
-def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
+def run_ranks(size: int, program: RankProgram[T], first: Sequence[int] | None = None) -> DryPrograms[T]:
     """Run `program(world, tensors)` for each of `size` ranks, then execute the records against each other.
+
+    first  the rank that is run in place of each rank; None: every rank is run
 
     Raises Refused if a program reads tensor values that only a real run has.
     """
     members = tuple(range(size))
-
-    def world(rank: int, contents: Contents, tensors: DryTensors) -> Comm:
-        transport = RecordedTransport(members, rank, contents, tensors.has_contents, tensors.forget_contents)
-        return Comm(transport, members, "world")
-
-    done = record(members, world, program)
-    return done._replace(faults=[*done.faults, *disagreements(done.programs)])
-
-
-def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T]) -> DryPrograms[T]:
-    """Run and record the programs of these ranks. The records are not compared: the faults are only the errors raised.
-
-    Raises Refused like `run_ranks`.
-    """
+    first = first or members
+    ranks = sorted(set(first))
     turns = Turns()
-    contents = Contents(turns.wait_until)
+    contents = Contents(first, turns.wait_until)
     programs: dict[int, Program] = {}
     results: dict[int, T] = {}
     errors: dict[int, Exception] = {}
@@ -63,12 +51,10 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
 
     def run(rank: int) -> None:
         with shared.without_contents() as tensors:
-            world = make_world(rank, contents, tensors)
-            transport = world._transport
-            assert isinstance(transport, RecordedTransport)
+            transport = RecordedTransport(members, rank, contents, tensors)
             programs[rank] = transport.program
             try:
-                results[rank] = program(world, tensors)
+                results[rank] = program(RecordedComm(transport, members, "world"), tensors)
                 transport.program.ended = True
             except Stuck:
                 pass
@@ -82,9 +68,10 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
     for error in errors.values():
         if isinstance(error, Refused):
             raise error
+    recorded = [programs[rank] for rank in ranks]
     faults = [f"rank {rank} raises {_one_line(error)}" for rank, error in sorted(errors.items())]
-    results = dict(sorted(results.items()))
-    return DryPrograms([programs[rank] for rank in ranks], results, faults, sorted(assumed))
+    faults += disagreements(recorded)
+    return DryPrograms(recorded, dict(sorted(results.items())), faults, sorted(assumed))
 
 
 @contextmanager

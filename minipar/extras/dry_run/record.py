@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import NamedTuple
 
 from minipar.comm.transport.checked import OF_ONE_SHAPE
@@ -20,9 +20,6 @@ class Make(NamedTuple):
 
     channel: ChannelId
 
-    def __str__(self) -> str:
-        return f"make {self.channel}"
-
 
 class Post(NamedTuple):
     """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
@@ -31,17 +28,11 @@ class Post(NamedTuple):
     send: Message | None
     receive: Message | None
 
-    def __str__(self) -> str:
-        return " and ".join(str(message) for message in (self.send, self.receive) if message is not None)
-
 
 class Completed(NamedTuple):
     """Wait for the messages of the post with this number."""
 
     post: int
-
-    def __str__(self) -> str:
-        return "wait"
 
 
 class Start(NamedTuple):
@@ -49,17 +40,11 @@ class Start(NamedTuple):
 
     operation: int
 
-    def __str__(self) -> str:
-        return "go on"
-
 
 class Finished(NamedTuple):
     """Wait until an operation has ended."""
 
     operation: int
-
-    def __str__(self) -> str:
-        return "wait"
 
 
 Step = Make | Post | Completed | Start | Finished
@@ -80,15 +65,13 @@ class Recorded:
 
     @property
     def words(self) -> str:
-        """The description on which all members of the channel must agree; "" for a point-to-point message."""
-        return in_words(self.signature, self.shape)
+        """The description on which all members of the channel must agree; "" for a point-to-point message.
 
-
-def in_words(signature: str, shape: tuple[int, ...] | None) -> str:
-    """Describe a collective: "all_reduce sum of [8]", or without the shape if ranks may have different shapes."""
-    if shape is None or signature.split(" ")[0] not in OF_ONE_SHAPE:
-        return signature
-    return f"{signature} of {list(shape)}"
+        "all_reduce sum of [8]", or without the shape if ranks may have different shapes.
+        """
+        if self.shape is None or self.signature.split(" ")[0] not in OF_ONE_SHAPE:
+            return self.signature
+        return f"{self.signature} of {list(self.shape)}"
 
 
 @dataclass
@@ -116,22 +99,3 @@ class Program:
         for post in sorted(posts, key=lambda post: post.number):
             if post.send is not None:
                 yield post.send
-
-
-def difference(first: Program, other: Program) -> str:
-    """Describe the first difference of two records; "" if only their ranks differ."""
-    for number, (a, b) in enumerate(zip_longest(first.operations, other.operations), start=1):
-        if _called(a) != _called(b):
-            return f"operation {number} is {_called(a)} on one and {_called(b)} on the other"
-    pairs = [(first.main, other.main)]
-    pairs += [(a.steps, b.steps) for a, b in zip(first.operations, other.operations)]
-    for steps in pairs:
-        for number, (one, two) in enumerate(zip_longest(*steps, fillvalue="do nothing"), start=1):
-            # Compare the types, too: as tuples, a Start and a Finished with the same number are equal.
-            if type(one) is not type(two) or one != two:
-                return f"step {number} is to {one} on one and to {two} on the other"
-    return "one ended and the other did not" if first.ended != other.ended else ""
-
-
-def _called(operation: Recorded | None) -> str:
-    return "nothing" if operation is None else f"{operation.words or 'a message'} on {operation.channel}"

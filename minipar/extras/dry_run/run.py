@@ -4,7 +4,8 @@ Each rank parallelizes the model (`train/parallelize.py`) and runs two steps of 
 the tensors have no values (`tensors.py`), and the transport only records (`transport.py`). Then `matching.py` executes the
 records against each other. So a deadlock, or a rank that needs more memory than a device has, is found without any device.
 
-Above 64 ranks, or if asked, only the first and the last rank of each kind are run (`kinds.py`).
+Two ranks are of one kind if their coordinates differ only along axes on which all ranks run the same program. Above 64
+ranks, or if asked, only the first rank of each kind is run, and the others are taken to be like it.
 
 Not run: reading and writing checkpoints, measuring held-out loss, and the text sample at the end.
 """
@@ -24,7 +25,6 @@ from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
-from minipar.extras.dry_run.kinds import KindsRun, run_kinds
 from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.record import Program
 from minipar.extras.dry_run.tensors import DryTensors
@@ -85,13 +85,12 @@ class DryRun:
     """The result of `dry_run`.
 
     ranks        rank -> what it holds and sends, for the ranks whose programs ended
-    programs     the recorded program of every rank; by kind, of the first rank of each kind
+    programs     the recorded program of every rank that was run
     faults       sentences that say why the run would fail; the first explains the most
     assumed      the assumptions about tensor values, and the parts of a run that a dry run leaves out
     compared     the planner's figures with those of the dry run, where the planner has formulas
     not_planned  options that the planner's formulas leave out
     memory_bytes a device's memory, or None
-    by_kind      the details of a run by kind, or None
     """
 
     config: TrainConfig
@@ -102,13 +101,10 @@ class DryRun:
     compared: list[Comparison]
     not_planned: list[str]
     memory_bytes: float | None = None
-    by_kind: KindsRun[DryRank] | None = None
 
     @property
     def num_messages(self) -> int:
-        """The number of messages that all ranks send."""
-        if self.by_kind is not None:
-            return self.by_kind.messages
+        """The number of messages that the ranks that were run send each other."""
         return sum(1 for program in self.programs for _ in program.messages())
 
     @property
@@ -126,26 +122,26 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
     """Run every rank's program of this configuration without tensor values, and check that their messages match.
 
     memory_gb  a device's memory, in 1e9 bytes; None: peaks are not compared with a memory size
-    by_kind    run only the first and the last rank of each kind (`kinds.py`); None: do so above 64 ranks
+    by_kind    run only the first rank of each kind; None: do so above 64 ranks
 
     Takes half a second or more per rank that is run, and the memory of the batch: parameters and activations take none.
-    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, an option whose program reads tensor values
-    that only a real run has, and, by kind, if the first and last rank of a kind differ.
+    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, and an option whose program reads tensor values
+    that only a real run has.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory={memory_gb:g} is out of range; use a device's memory in GB, above 0")
     if config.layer_costs == "measured":
         raise ValueError("layer_costs=measured times layers, and a dry run computes nothing; leave it out")
     text, _ = load_data(config)
-    program = partial(_rank, config, text)
-    kinds = None
-    if config.world_size > MAX_RANKS if by_kind is None else by_kind:
-        mesh = Mesh(config.world_size, **config.mesh_sizes)
-        kinds = run_kinds(mesh, alike_axes(config), program)
-        programs, faults, assumed = kinds.programs, kinds.faults, kinds.assumed
-        ranks = _of_all(mesh, kinds)
-    else:
-        programs, ranks, faults, assumed = run_ranks(config.world_size, program)
+    by_kind = config.world_size > MAX_RANKS if by_kind is None else by_kind
+    mesh = Mesh(config.world_size, **config.mesh_sizes)
+    first = _first_of_kind(mesh, alike_axes(config) if by_kind else [])
+    programs, of_kind, faults, assumed = run_ranks(mesh.world_size, partial(_rank, config, text), first)
+    ranks = {
+        rank: of_kind[one]._replace(coordinates=mesh.coordinates_of(rank))
+        for rank, one in enumerate(first)
+        if one in of_kind
+    }
     return DryRun(
         config,
         ranks,
@@ -155,7 +151,6 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
         [] if faults else compare(config, ranks),
         not_weighed(config),
         None if memory_gb is None else memory_gb * 1e9,
-        kinds,
     )
 
 
@@ -174,13 +169,12 @@ def alike_axes(config: TrainConfig) -> list[str]:
     return [axis for axis, differs in different.items() if not differs]
 
 
-def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
-    """Return what every rank holds and sends; a rank that was not run gets the figures of the first of its kind."""
-    return {
-        rank: kinds.results.get(rank, kinds.results[first])._replace(coordinates=mesh.coordinates_of(rank))
-        for rank, first in sorted((rank, first) for first, ranks in kinds.kinds.items() for rank in ranks)
-        if first in kinds.results
-    }
+def _first_of_kind(mesh: Mesh, alike: list[str]) -> list[int]:
+    """Return the first rank of each rank's kind: the one with coordinate 0 along the axes `alike`."""
+    return [
+        rank - sum(getattr(mesh.coordinates_of(rank), axis) * mesh.stride(axis) for axis in alike)
+        for rank in range(mesh.world_size)
+    ]
 
 
 def _left_out(config: TrainConfig) -> list[str]:

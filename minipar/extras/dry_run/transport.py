@@ -4,20 +4,25 @@ Every rank runs its own program in a thread of this process, one at a time (`tur
 values here (`tensors.py`), so messages of them are not delivered. A message of integers, such as the shape of the next
 message, is delivered, because the receiver's program depends on it; a rank waits only for such messages.
 
+A message to or from a rank in whose place another is run is counted, and not recorded.
+
 A rank's program is recorded as steps (`record.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minipar.comm import Comm
 from minipar.comm.transport.messages import Channel, ChannelId, Message
 from minipar.comm.transport.stream import OnWait, Operation, Stream
 from minipar.comm.transport.traffic import Traffic
@@ -33,6 +38,7 @@ from minipar.extras.dry_run.record import (
     Start,
     Step,
 )
+from minipar.extras.dry_run.tensors import DryTensors
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]
@@ -41,12 +47,18 @@ Key = tuple[ChannelId, str, int, int, int]
 class Contents:
     """The messages that the ranks have sent: key -> the tensor, or None if it has no values.
 
+    first       the rank that is run in place of each rank
     wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
+    gathered    (channel, number of an all-gather) -> rank -> the integers that it passed
     """
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], None]):
-        self.wait_until = wait_until
+    def __init__(self, first: Sequence[int], wait_until: Callable[[Callable[[], bool]], None]):
+        self.first, self.wait_until = first, wait_until
+        self.gathered: dict[tuple[ChannelId, int], dict[int, list[Any]]] = defaultdict(dict)
         self.sent: dict[Key, Tensor | None] = {}
+
+    def runs(self, rank: int) -> bool:
+        return self.first[rank] == rank
 
     def take(self, key: Key) -> Tensor | None:
         self.wait_until(lambda: key in self.sent)
@@ -54,23 +66,12 @@ class Contents:
 
 
 class RecordedTransport(Transport):
-    """The transport of one rank of a dry run. Its program grows as the rank runs.
+    """The transport of one rank of a dry run. Its program grows as the rank runs."""
 
-    has_contents  returns whether a tensor has values
-    on_unknown    called with a tensor into which a message without values was received
-    """
-
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        rank: int,
-        contents: Contents,
-        has_contents: Callable[[Tensor], bool],
-        on_unknown: Callable[[Tensor], None],
-    ):
+    def __init__(self, ranks: tuple[int, ...], rank: int, contents: Contents, tensors: DryTensors):
         super().__init__(None, ranks, rank, torch.device("cpu"), timeout_s=60.0)
         self.program = Program(rank)
-        self.contents, self.has_contents, self.on_unknown = contents, has_contents, on_unknown
+        self.contents, self.tensors = contents, tensors
         self.running: list[Recorded] = []
         self.recording = True
         self._thread = threading.get_ident()
@@ -91,16 +92,20 @@ class RecordedTransport(Transport):
     ) -> Any:  # fmt: skip
         send = receive = None
         if to is not None and x is not None and x.numel():
-            send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            value = None
-            if self.has_contents(x):
-                # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
-                with _disable_current_modes():
-                    value = x.detach().clone()
-            self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
+            if self.contents.runs(channel.key.ranks[to]):
+                send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
+                value = None
+                if self.tensors.has_contents(x):
+                    # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
+                    with _disable_current_modes():
+                        value = x.detach().clone()
+                self.contents.sent[send.channel, send.lane, self.rank, send.peer, send.number] = value
         if source is not None and out is not None and out.numel():
-            receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
+            if self.contents.runs(channel.key.ranks[source]):
+                receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
+            elif not out.is_meta:
+                self.tensors.forget_contents(out)
         number = -1
         if send or receive:
             number = self.program.num_posts
@@ -123,10 +128,10 @@ class RecordedTransport(Transport):
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Wait until the sender has posted a message, and copy its contents into `out`."""
-        key = message.channel, message.lane, message.peer, self.program.rank, message.number
+        key = message.channel, message.lane, message.peer, self.rank, message.number
         value = self.contents.take(key)
         if value is None:
-            self.on_unknown(out)
+            self.tensors.forget_contents(out)
         elif value.nbytes == out.nbytes:
             out.copy_(
                 value.view(out.shape) if value.dtype == out.dtype else value.view(out.dtype).view(out.shape)
@@ -229,3 +234,25 @@ class RecordedChannel(Channel):
         if view is None or view.numel() < num_elems or view.dtype != dtype:
             self._views[use] = torch.empty(num_elems, dtype=dtype, device="meta")
         return self._views[use][:num_elems]
+
+
+class RecordedComm(Comm):
+    """A Comm that gathers integers also if another rank is run in a member's place: that rank's integers.
+
+    It is a member, too: of two ranks of a kind, the first differs only in coordinates along which the Comm's ranks differ.
+    """
+
+    def _collective(self, kind: str, algorithm: str, async_op: bool, x: Tensor, **kwargs: Any) -> Any:
+        result = super()._collective(kind, algorithm, async_op, x, **kwargs)
+        transport = self._transport
+        assert isinstance(transport, RecordedTransport)
+        contents = transport.contents
+        first = [contents.first[rank] for rank in self.ranks]
+        if kind != "all_gather" or not transport.tensors.has_contents(x) or first == list(self.ranks):
+            return result
+        gathered = contents.gathered[self._channel.key, self._channel.num_collectives]
+        gathered[self.ranks[self.rank]] = (
+            x.tolist()
+        )  # a list: a tensor would be counted as this rank's memory
+        contents.wait_until(lambda: gathered.keys() >= set(first))
+        return torch.tensor(list(chain.from_iterable(gathered[rank] for rank in first)), dtype=x.dtype)

@@ -108,6 +108,42 @@ def test_a_planted_fault_is_named(program, size, words):
     assert faults(size, program)[0].startswith(words) or words in faults(size, program)[0]
 
 
+def between_stages(world):
+    """The first half of the ranks sends four numbers to the other half, which expects five."""
+    if world.rank < world.size // 2:
+        world.send(torch.zeros(4), world.rank + world.size // 2)
+    else:
+        world.recv((5,), torch.float32, world.rank - world.size // 2)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (lambda world: world.all_reduce(torch.zeros(8 + world.rank // 4)),
+         "rank 4 calls all_reduce sum of [9], and rank 0 calls all_reduce sum of [8]"),
+        (between_stages, "rank 0 sends rank 4 16 bytes on comm 'world' (float32, message 0), and rank 4 receives 20"),
+        (lambda world: world.send(torch.zeros(4), 4) if world.rank == 0 else None,
+         "rank 0 waits to send 16 bytes to rank 4"),
+        (lambda world: raises(world) if world.rank == 1 else None, ""),
+    ],
+    ids=["other_shape", "wrong_size", "wrong_peer", "of a rank that is not run"],
+)  # fmt: skip
+def test_a_fault_is_named_if_its_ranks_are_run(program, words):
+    """Ranks 0 and 4 are run, each in place of four. What the others send each other is not seen, as the report says."""
+    found = run_ranks(8, lambda world, _: program(world), (0,) * 4 + (4,) * 4).faults
+    assert words in found[0] if words else not found
+
+
+def test_integers_of_a_rank_that_is_not_run_are_its_firsts():
+    def gathers(world):
+        lengths = world.all_gather(torch.tensor([1 + world.rank])).tolist()
+        return world.all_gather(torch.full((lengths[world.rank],), world.rank), sizes=lengths).tolist()
+
+    done = run_ranks(6, lambda world, _: gathers(world), (0, 0, 0, 3, 3, 3))
+    assert done.faults == []
+    assert done.results == dict.fromkeys((0, 3), [0] * 3 + [3] * 12)
+
+
 def test_what_works_is_not_a_fault():
     def works(world):
         world.all_reduce(torch.zeros(8))

@@ -133,6 +133,52 @@ def test_the_planner_and_a_dry_run_give_the_same_peak(changes, dtype):
     assert peak.found == pytest.approx(peak.planned, rel=0.002)
 
 
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        dict(pp=2, dp=2, tp=2, microbatches=2),
+        dict(dp=4, tp=2, zero=3),
+        dict(dp=4, ep=2, tp=2, model=MIXTURE),
+        dict(cp=2, dp=2, tp=2, zero=1, dtype="bfloat16"),
+        dict(dp=4, tp=2, zero=3, replicate=2, sequence_parallel=True, tp_chunked=True),
+        dict(cp=4, dp=2, cp_attention="usp", cp_ulysses=2, model=replace(TINY, num_kv_heads=4)),
+        dict(pp=2, dp=4, tp=2, microbatches=2, zero=2, batch_size=16),
+    ],
+    ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}),
+)
+def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
+    """Of the ranks that were run, all that is held and sent; of the others, parameters and gradients."""
+    config = replace(RUN, **mesh)
+    whole, by_kind = dry_run(config), dry_run(config, by_kind=True)
+    assert whole.works
+    assert by_kind.works
+    computed = [program.rank for program in by_kind.programs]
+    assert len(computed) == config.pp * config.cp <= config.world_size // 2
+    assert by_kind.ranks.keys() == whole.ranks.keys()
+    for rank, found in by_kind.ranks.items():
+        assert found.coordinates == whole.ranks[rank].coordinates
+        assert found.holding[:2] == whole.ranks[rank].holding[:2]
+    for rank in computed:
+        assert by_kind.ranks[rank] == whole.ranks[rank]
+
+
+@pytest.mark.thorough
+def test_where_shards_are_even_every_rank_holds_the_same():
+    config = replace(RUN, pp=2, dp=2, tp=2, microbatches=2, model=replace(TINY, tie_embeddings=True))
+    assert dry_run(config, by_kind=True).ranks == dry_run(config).ranks
+
+
+def test_more_ranks_than_a_machine_starts_are_run_by_kind():
+    config = replace(RUN, dp=48, tp=2, batch_size=48, model=replace(TINY, num_layers=1))
+    dry = dry_run(config, memory_gb=1)
+    assert dry.works
+    assert dry.ranks.keys() == set(range(96))
+    said = " ".join(report(dry).split())
+    assert "Of 1 kinds of ranks the first was computed (0). The 95 others are taken to be like it" in said
+    assert "one rank was computed, so there are no messages to match" in said
+
+
 def test_a_trainer_whose_rank_skips_a_collective_is_found(monkeypatch):
     right = step_module.reduce_loss
     monkeypatch.setattr(
