@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product, zip_longest
+from itertools import combinations, zip_longest
 
 from minipar.comm.transport.diagnosis import Line, MessageCounts, deadlock, unmatched_messages
 from minipar.comm.transport.messages import ChannelId, Message, Posts
@@ -84,28 +84,22 @@ def _calls(collective: str | None) -> str:
 
 def _different_channels(programs: Sequence[Program]) -> list[str]:
     """Name the first pair of ranks that make the channels they share in different orders."""
-    made: dict[int, tuple[ChannelId, ...]] = {}
-    for program in programs:
-        made[program.rank] = tuple(step.channel for step in program.steps() if isinstance(step, Make))
+    made = {
+        program.rank: [step.channel for step in program.steps() if isinstance(step, Make)]
+        for program in programs
+    }
     cut = {program.rank for program in programs if not program.ended}
-    members = {channel: set(channel.ranks) for channels in made.values() for channel in channels}
-    # Compare ranks by group: those that make the same channels in the same order agree, and there are few such groups.
-    alike: dict[tuple[ChannelId, ...], list[int]] = defaultdict(list)
-    for rank, channels in made.items():
-        alike[channels].append(rank)
-    for one, other in combinations(alike.values(), 2):
-        for a, b in product(one, other):
-            a, b = sorted((a, b))
-            of_a = [channel for channel in made[a] if b in members[channel]]
-            of_b = [channel for channel in made[b] if a in members[channel]]
-            if {a, b} & cut:
-                of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
-            for i, (x, y) in enumerate(zip_longest(of_a, of_b, fillvalue="none"), start=1):
-                if x != y:
-                    return [
-                        f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {x} on "
-                        f"rank {a} and {y} on rank {b}; NCCL would hang"
-                    ]
+    for (a, made_by_a), (b, made_by_b) in combinations(sorted(made.items()), 2):
+        of_a = [channel for channel in made_by_a if b in channel.ranks]
+        of_b = [channel for channel in made_by_b if a in channel.ranks]
+        if {a, b} & cut:
+            of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
+        for i, (x, y) in enumerate(zip_longest(of_a, of_b, fillvalue="none"), start=1):
+            if x != y:
+                return [
+                    f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {x} on "
+                    f"rank {a} and {y} on rank {b}; NCCL would hang"
+                ]
     return []
 
 
@@ -132,13 +126,13 @@ class RankState:
     """A rank's progress through its operations.
 
     queues  channel -> the operations given to its stream that have not ended, the running one first
-    posts   number of a post -> the keys and halves of its messages
+    posts   number of a post -> the keys of its messages
     """
 
     program: Program
     queues: dict[ChannelId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
     finished: set[int] = field(default_factory=set)
-    posts: dict[int, list[tuple[Key, Halves]]] = field(default_factory=dict)
+    posts: dict[int, list[Key]] = field(default_factory=dict)
     numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
     sent: dict[Line, Posts] = field(default_factory=dict)
     received: dict[Line, Posts] = field(default_factory=dict)
@@ -156,7 +150,6 @@ class Execution:
         self.halves: dict[Key, Halves] = defaultdict(dict)
         # Message key, or (rank, operation) -> the threads that wait for it.
         self.waiting: dict[object, list[Thread]] = defaultdict(list)
-        self.blocked: dict[int, list[Message]] = {}
         self.ready: deque[Thread] = deque()
         self.running: set[int] = set()  # ranks whose main program has not ended
         self.mismatched: list[str] = []
@@ -213,10 +206,7 @@ class Execution:
         return Thread(rank, self.ranks[rank].program.operations[operation].steps, operation)
 
     def _not_delivered(self, state: RankState, post: int) -> Key | None:
-        for key, halves in state.posts[post]:
-            if len(halves) < 2:
-                return key
-        return None
+        return next((key for key in state.posts[post] if len(self.halves[key]) < 2), None)
 
     def _post(self, rank: int, state: RankState, post: Post) -> None:
         posted = []
@@ -234,7 +224,7 @@ class Execution:
             table[line] = (message.number + 1, message.num_bytes, message.label)
             halves = self.halves[key]
             halves[message.verb] = message
-            posted.append((key, halves))
+            posted.append(key)
             if len(halves) == 2:
                 self._meet(key, halves)
         state.posts[post.number] = posted
@@ -258,11 +248,9 @@ class Execution:
         If the counts prove no deadlock, say what each waiting rank waits for.
         """
         waits: dict[int, list[Message]] = defaultdict(list)
-        for key, threads in self.waiting.items():
-            for thread in threads:
-                for posted, halves in self._messages_of(thread):
-                    if posted == key:
-                        waits[thread.rank] += halves.values()
+        for key, halves in self.halves.items():
+            for thread in self.waiting.get(key, ()):
+                waits[thread.rank] += halves.values()
         counts = {
             rank: MessageCounts(list(waits[rank]), state.sent, state.received)
             for rank, state in self.ranks.items()
@@ -277,9 +265,3 @@ class Execution:
                 ] or [f"ranks {sorted(self.running)} wait for each other's operations"]
         left = unmatched_messages(counts)
         return found or [unmatched.sentence for unmatched in left]
-
-    def _messages_of(self, thread: Thread) -> list[tuple[Key, Halves]]:
-        step = thread.steps[thread.at]
-        if isinstance(step, Completed):
-            return self.ranks[thread.rank].posts[step.post]
-        return self.ranks[thread.rank].posts[step.number] if isinstance(step, Post) else []

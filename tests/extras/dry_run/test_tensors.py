@@ -66,19 +66,6 @@ def test_a_write_to_a_wrong_shape_raises():
     assert "length 4" in fault
 
 
-def test_a_write_that_resizes_is_never_remembered():
-    def resizes(world, memory):
-        held = []
-        for _ in range(2):
-            x = torch.zeros(0)
-            held.append(torch.add(torch.zeros(8), 1, out=x).numel())
-            x.resize_(100)
-            held += [x.numel(), x.nbytes]
-        return held
-
-    assert run_ranks(1, resizes).results == {0: [8, 100, 400, 8, 100, 400]}
-
-
 def test_a_range_of_floats_has_no_numbers_and_one_of_integers_has():
     """Angles of a position would otherwise be computed for every layer and microbatch."""
 
