@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import ChannelId, Message
 
 
@@ -52,26 +51,14 @@ Step = Make | Post | Completed | Start | Finished
 
 @dataclass
 class Recorded:
-    """An operation of a stream: its steps and, if it is a collective, its signature and shape.
+    """An operation of a stream: its steps and, if it is a collective, what all members of the channel must agree on.
 
-    signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
-    shape      the shape of the tensor
+    words  such as "all_reduce sum of [8]", without the shape if ranks may have different ones; "" for a message
     """
 
     channel: ChannelId
     steps: list[Step] = field(default_factory=list)
-    signature: str = ""
-    shape: tuple[int, ...] | None = None
-
-    @property
-    def words(self) -> str:
-        """The description on which all members of the channel must agree; "" for a point-to-point message.
-
-        "all_reduce sum of [8]", or without the shape if ranks may have different shapes.
-        """
-        if self.shape is None or self.signature.split(" ")[0] not in OF_ONE_SHAPE:
-            return self.signature
-        return f"{self.signature} of {list(self.shape)}"
+    words: str = ""
 
 
 @dataclass

@@ -13,7 +13,6 @@ Not run: reading and writing checkpoints, measuring held-out loss, and the text 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,14 +58,12 @@ class DryRank(NamedTuple):
     """The bytes that one rank holds, and those that it sends.
 
     sent        bytes sent in the second step, by axis of the mesh
-    by_kind     bytes sent in the second step, by kind of operation
     sent_bytes, messages   all bytes and messages sent in the second step; those over the world Comm are under no axis
     """
 
     coordinates: Coordinates
     holding: Holding
     sent: dict[str, int]
-    by_kind: Counter[str]
     sent_bytes: int
     messages: int
 
@@ -205,7 +202,6 @@ def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> 
         mesh.coordinates,
         _holding(state, tensors),
         sent,
-        traffic.by_kind,
         traffic.sent_bytes,
         traffic.messages,
     )

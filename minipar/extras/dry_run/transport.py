@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minipar.comm import Comm
+from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import Channel, ChannelId, Message
 from minipar.comm.transport.stream import OnWait, Operation, Stream
 from minipar.comm.transport.traffic import Traffic
@@ -222,9 +223,9 @@ class RecordedChannel(Channel):
     @num_collectives.setter
     def num_collectives(self, number: int) -> None:
         self._num_collectives = number
-        if number:  # `signature` and `shape` are set before the number
-            operation = self._transport.running[-1]
-            operation.signature, operation.shape = self.signature, self.shape and tuple(self.shape)
+        if number:  # `kind`, `signature` and `shape` are set before the number
+            shape = f" of {list(self.shape)}" if self.shape is not None and self.kind in OF_ONE_SHAPE else ""
+            self._transport.running[-1].words = self.signature + shape
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
         if not dtype.is_floating_point:
