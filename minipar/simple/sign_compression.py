@@ -10,7 +10,7 @@ mean to all ranks, again as signs with a residual of their own. So all ranks end
 
     2 (p-1) (n/(8p) + 4) bytes        against 2 (p-1)/p 4n of a float32 ring: about 32 times less
 
-In the library: minipar.extras.compress, which adds int8, fp8, top-k, random-k, PowerSGD, 1-bit Adam, DiLoCo.
+In the library: minipar.extras.compress, which adds int8, fp8, top-k, PowerSGD, 1-bit Adam, DiLoCo.
 Sources: EF-SignSGD, arXiv:1901.09847; the two phases: 1-bit Adam, arXiv:2102.02888, section 4.2.
 """
 

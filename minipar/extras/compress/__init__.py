@@ -1,7 +1,6 @@
 """Compressed gradients, and gradients or weights that are averaged less often. In reading order:
 
-codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k, random-k
-error_feedback.py      adds a codec's error to the next vector
+codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
 compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimizer and FSDP
 residuals.py           what a rank has not sent of each tensor, also where ranks get the mean of their own pieces only
@@ -39,8 +38,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "compressed_mean": ["CompressedMean"],
         "compressed_buckets": ["CompressedBuckets", "own_gradients"],
-        "codecs": ["CODECS", "Float8", "Int8", "RandomK", "Sign", "TopK", "make_codec"],
-        "error_feedback": ["ErrorFeedback"],
+        "codecs": ["CODECS", "Float8", "Int8", "Sign", "TopK"],
         "diloco": ["DiLoCo"],
         "momentum_optimizer": ["MomentumOptimizer"],
         "onebit_adam": ["OneBitAdam"],

@@ -5,7 +5,6 @@ A codec is contractive if |x - decode(encode(x))|^2 <= (1 - delta) |x|^2 with de
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from minipar.data_parallel.loss_scaler import all_finite
 from minipar.model.value_check import assert_async
-from minipar.support.errors import one_of
 
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -139,51 +137,13 @@ class TopK:
         return values.new_zeros(n).index_copy_(0, index, values)
 
 
-@dataclass(frozen=True)
-class RandomK:
-    """k = ceil(fraction * n) random elements. All ranks draw the same indices from `seed`, so only values are sent.
-
-    delta = k/n on average over seeds. Bytes: 4 k. `at(step)` returns a codec with a different seed for each step.
-    """
-
-    fraction: float = 0.01
-    seed: int = 0
-
-    def at(self, step: int) -> RandomK:
-        return RandomK(self.fraction, self.seed * 1_000_003 + step)
-
-    def k(self, n: int) -> int:
-        return min(n, ceil(self.fraction * n))
-
-    def num_bytes(self, n: int) -> int:
-        return 4 * self.k(n)
-
-    def _index(self, n: int, device: torch.device) -> Tensor:
-        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[: self.k(n)].to(device)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return _bytes(x[self._index(len(x), x.device)].float())
-
-    def decode(self, payload: Tensor, n: int) -> Tensor:
-        values = _from_bytes(payload, torch.float32)
-        return values.new_zeros(n).index_copy_(0, self._index(n, payload.device), values)
-
-
-CODECS: dict[str, Callable[[], Codec]] = {
-    "sign": Sign,
-    "int8": Int8,
-    "fp8-e4m3": Float8,
-    "fp8-e5m2": lambda: Float8("e5m2"),
-    "top-k": TopK,
-    "random-k": RandomK,
+CODECS: dict[str, Codec] = {
+    "sign": Sign(),
+    "int8": Int8(),
+    "fp8-e4m3": Float8(),
+    "fp8-e5m2": Float8("e5m2"),
+    "top-k": TopK(),
 }
-
-
-def make_codec(name: str) -> Codec:
-    """Return the codec with this name. Raises ValueError, suggesting the nearest name, if no codec has it."""
-    if name not in CODECS:
-        raise ValueError(f"codec={name!r} is unknown; use {one_of(CODECS, near=name)}")
-    return CODECS[name]()
 
 
 def require_finite(x: Tensor, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Handle, Pending
 from minipar.data_parallel.arguments import CommOf, function_of_parameter
-from minipar.data_parallel.flat_layout import Layout, range_in_param, slice_of_chunk
+from minipar.data_parallel.flat_layout import Layout, slice_of_chunk
 from minipar.data_parallel.reductions import BucketReduction, reduce_plainly
-from minipar.extras.compress.plain_mean import Compressor, can_scatter
+from minipar.extras.compress.plain_mean import Compressor, Tensors
 from minipar.mesh import placement_of, set_placement
+from minipar.support.chunks import bounds, chunk_sizes
 
 
 class Compressors:
@@ -73,7 +75,7 @@ class CompressedBuckets(Compressors):
             return reduce_plainly(reduction)
         compressor = self.of(reduction.comm)
         layout = {self.key(param): place for param, place in reduction.layout.items()}
-        scatters = reduction.sizes is not None and self.scatters and can_scatter(compressor)
+        scatters = reduction.sizes is not None and self.scatters and compressor.scatters
         kind = "compressed_reduce_scatter" if scatters else "compressed_all_reduce"
         average = partial(_scatter if scatters else _average, compressor, reduction, layout)
         with reduction.comm.saying(reduction.label):
@@ -122,7 +124,6 @@ def _scatter(compressor: Compressor, reduction: BucketReduction, layout: Layout)
     """Return this rank's chunk of the means or sums, with zeros in the padding. A chunk's end may cut a gradient."""
     comm, flat, sizes = reduction.comm, reduction.flat, reduction.sizes
     assert sizes is not None
-    assert can_scatter(compressor)
     means = compressor.scattered_means(parts_by_rank(flat, layout, sizes))
     start = sum(sizes[: comm.rank])
     chunk = flat.new_zeros(sizes[comm.rank])
@@ -134,13 +135,21 @@ def _scatter(compressor: Compressor, reduction: BucketReduction, layout: Layout)
 
 def parts_by_rank(flat: Tensor, layout: Layout, sizes: Sequence[int]) -> list[dict[Tensor, Tensor]]:
     """Return, for each rank, the pieces of the gradients in its chunk of `flat`, without empty ones."""
-    parts, start = [], 0
-    for size in sizes:
-        found: dict[Tensor, Tensor] = {}
-        for key, (first, num_elems) in layout.items():
-            low, high = range_in_param(first, num_elems, (start, start + size))
-            if high > low:
-                found[key] = flat[first + low : first + high]
-        parts.append(found)
-        start += size
+    return _cut_at({key: (start, flat[start : start + n]) for key, (start, n) in layout.items()}, sizes)
+
+
+def chunked(tensors: Tensors, p: int) -> list[dict[Any, Tensor]]:
+    """Return, for each of p ranks, the pieces of the tensors in its chunk of all elements, without empty ones."""
+    starts = bounds([x.numel() for x in tensors.values()])
+    placed = {key: (start, x.flatten()) for (key, x), start in zip(tensors.items(), starts)}
+    return _cut_at(placed, chunk_sizes(starts[-1], p))
+
+
+def _cut_at(placed: Mapping[Any, tuple[int, Tensor]], sizes: Sequence[int]) -> list[dict[Any, Tensor]]:
+    parts: list[dict[Any, Tensor]] = [{} for _ in sizes]
+    ends = bounds(sizes)[1:-1]
+    for key, (start, x) in placed.items():
+        for part, piece in zip(parts, x.tensor_split([min(max(end - start, 0), len(x)) for end in ends])):
+            if len(piece):
+                part[key] = piece
     return parts

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
-from minipar.extras.compress.error_feedback import ErrorFeedback
-from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, unfused
+from minipar.extras.compress.compressed_buckets import chunked
+from minipar.extras.compress.plain_mean import Compressor, Means, State, Tensors, cut, fused, unfused
 from minipar.extras.compress.residuals import Residuals
+from minipar.support.chunks import chunk_sizes
 
 
-class CompressedMean:
+class CompressedMean(Compressor):
     """The mean of x over ranks, with error feedback in both phases. The result is bitwise equal on every rank.
 
     1. each rank encodes p chunks, and sends chunk r to rank r                 all-to-all: (p-1) B bytes sent
     2. rank r decodes and averages the chunks r of all, and encodes the mean   all-gather: (p-1) B bytes sent
 
-    B is the codec's bytes for a chunk of n/p elements, rounded up. Uncompressed float32 sends (p-1)/p 4n bytes per phase,
-    so signs send about 1/32 of that. Rank r feeds back the error of the second phase, too. With one rank, nothing is sent
-    or compressed.
+    B is the codec's bytes for a chunk of n/p elements. Uncompressed float32 sends (p-1)/p 4n bytes per phase, so signs send
+    about 1/32 of that. Rank r feeds back the error of the second phase, too. With one rank, nothing is sent or compressed.
+    Raises ArithmeticError if a tensor has nan or inf.
     Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in DeepSpeed's two phases. In DeepSpeed a rank has
     one scale for all p chunks, and sends it by another all-gather; here each chunk has its own scale.
 
@@ -39,74 +39,63 @@ class CompressedMean:
         self.comm = comm
         self.codec, self.error_feedback = codec, error_feedback
         self.worker = Residuals()  # the error of this rank's vectors
-        self.server = ErrorFeedback(codec, error_feedback)  # for the error of the mean of its chunk
+        self.server: dict[
+            Any, Tensor
+        ] = {}  # by the keys of a message: the error of the mean of this rank's chunk
         self._of_mean: dict[Any, Tensor] = {}  # loaded errors of means, until a chunk of them is this rank's
-
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among the tensors of a step.
-
-        Raises ArithmeticError if x has nan or inf.
-        """
-        return self.means({key: x})[key]
 
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
         """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
         if self.comm.size == 1 or not tensors:
             return dict(tensors)
-        p, rank, group = self.comm.size, self.comm.rank, tuple(tensors)
-        (wanted,) = self.worker.added_to([tensors])
-        padded = _padded(wanted, p)
-        n = len(padded) // p
-        payloads = torch.stack([self.codec.encode(chunk) for chunk in padded.chunk(p)])
+        group, parts = tuple(tensors), chunked(tensors, self.comm.size)
+        mean, sizes = self._own_mean(parts), [sum(map(len, part.values())) for part in parts]
+        if any(key in self._of_mean for key in group):
+            whole = {key: self._of_mean.pop(key, torch.zeros_like(x)) for key, x in tensors.items()}
+            self.server[group] = fused(whole).split(sizes)[self.comm.rank].clone()
+        mean += self.server.get(group, 0)
+        own = self._encoded(mean)
         if self.error_feedback:
-            for chunk, payload in zip(padded.chunk(p), payloads):
-                chunk -= self.codec.decode(payload, n)
-            self.worker.keep([tensors], [padded])
-            self._take_loaded(group)
-        received = self.comm.all_to_all(payloads)
-        mean = torch.stack([self.codec.decode(payload, n) for payload in received]).mean(0)
-        own = self.server.encode(group, mean, min(max(len(wanted) - rank * n, 0), n))
-        gathered = self.comm.all_gather(own[None])
-        return unfused(torch.cat([self.codec.decode(payload, n) for payload in gathered]), tensors)
+            self.server[group] = mean - self._decoded(own, len(mean))
+        lengths = [self._num_bytes(n) for n in sizes]
+        payloads = self.comm.all_gather(own, lengths).split(lengths)
+        return unfused(torch.cat([self._decoded(x, n) for x, n in zip(payloads, sizes)]), tensors)
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces.
-
-        parts  for each rank, the pieces whose mean it keeps, flat, by key; keys and sizes must not change between steps
-
-        Sends to each other rank the codec's bytes for all of its pieces: see `scattered_bytes`.
-        """
-        p, own = self.comm.size, parts[self.comm.rank]
-        if p == 1 or not any(parts):
+        """Return the means over ranks of this rank's pieces. Sends to each other rank the codec's bytes for its pieces."""
+        own = parts[self.comm.rank]
+        if self.comm.size == 1 or not any(parts):
             return dict(own)
         while self._of_mean:  # the mean is not encoded here, so every rank sends the rest of it
             key, x = self._of_mean.popitem()
             self.worker.residuals[key] = self.worker.residuals[key] + x
+        return unfused(self._own_mean(parts), own)
+
+    def _own_mean(self, parts: Sequence[Tensors]) -> Tensor:
+        """Return the mean over ranks of this rank's pieces, fused."""
+        p, rank = self.comm.size, self.comm.rank
         wanted = self.worker.added_to(parts)
-        payloads = [self.codec.encode(x) if len(x) else x.to(torch.uint8) for x in wanted]
+        payloads = [self._encoded(x) for x in wanted]
         if self.error_feedback:
             for x, payload in zip(wanted, payloads):
-                if len(x):
-                    x -= self.codec.decode(payload, len(x))
+                x -= self._decoded(payload, len(x))
             self.worker.keep(parts, wanted)
         sizes = [len(x) for x in payloads]
-        received = self.comm.all_to_all(torch.cat(payloads), sizes, [sizes[self.comm.rank]] * p)
-        if not own:
-            return {}
-        n = len(wanted[self.comm.rank])
-        return unfused(torch.stack([self.codec.decode(x, n) for x in received.chunk(p)]).mean(0), own)
+        received = self.comm.all_to_all(torch.cat(payloads), sizes, [sizes[rank]] * p)
+        return torch.stack([self._decoded(x, len(wanted[rank])) for x in received.view(p, sizes[rank])]).mean(
+            0
+        )
 
-    def scattered_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes that this rank sends in `scattered_means` if rank r keeps sizes[r] elements."""
-        others = [n for r, n in enumerate(sizes) if r != self.comm.rank]
-        return sum(self.codec.num_bytes(n) for n in others if n)
+    def _num_bytes(self, n: int) -> int:
+        return self.codec.num_bytes(n) if n else 0
 
-    def sent_bytes(self, n: int) -> int:
-        """Return the bytes that a rank sends for a vector of n elements."""
-        p = self.comm.size
-        return 2 * (p - 1) * self.codec.num_bytes(-(-n // p)) if p > 1 else 0
+    def _encoded(self, x: Tensor) -> Tensor:
+        return self.codec.encode(x) if len(x) else x.to(torch.uint8)
+
+    def _decoded(self, payload: Tensor, n: int) -> Tensor:
+        return self.codec.decode(payload, n) if n else payload.float()
 
     # Its state --------------------------------------------------------------------------------------------------
 
@@ -118,9 +107,10 @@ class CompressedMean:
         element.
         """
         found = self.worker.state()
-        for group, error in self.server.residuals.items():
+        for group, error in self.server.items():
             like = {key: self.worker.residuals[key] for key in group}
-            for key, part in cut(self.comm.all_gather(error), like).items():
+            sizes = chunk_sizes(sum(map(len, like.values())), self.comm.size)
+            for key, part in cut(self.comm.all_gather(error, sizes), like).items():
                 found[key]["residual_of_mean"] = part
         for key, x in self._of_mean.items():
             found[key]["residual_of_mean"] = x
@@ -132,15 +122,3 @@ class CompressedMean:
             self.worker.residuals[key] = own["residual"].flatten()
             if "residual_of_mean" in own:
                 self._of_mean[key] = own["residual_of_mean"].flatten()
-
-    def _take_loaded(self, group: tuple[Any, ...]) -> None:
-        """Take this rank's chunk of the loaded errors of these tensors' means."""
-        if any(key in self._of_mean for key in group):
-            residuals = self.worker.residuals
-            whole = [self._of_mean.pop(key, torch.zeros_like(residuals[key])) for key in group]
-            chunks = _padded(torch.cat(whole), self.comm.size).chunk(self.comm.size)
-            self.server.residuals[group] = chunks[self.comm.rank].clone()
-
-
-def _padded(flat: Tensor, p: int) -> Tensor:
-    return F.pad(flat, (0, -len(flat) % p)) if len(flat) % p else flat

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.extras.compress.one_process import Average
-from minipar.extras.compress.plain_mean import Compressor, Means, can_scatter
+from minipar.extras.compress.plain_mean import Compressor, Means
 from minipar.extras.compress.plain_mean import Tensors as Keyed
 from minipar.extras.compress.run_state import Compressed, means_in_one_process
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
@@ -60,12 +60,12 @@ Message = list[Average]  # one averaging call, as recorded by each rank of a Com
 # On the mesh ----------------------------------------------------------------------------------------------------------
 
 
-class _Recorded:
+class _Recorded(Compressor):
     """A compressor that records every message in a list."""
 
     def __init__(self, compressor: Compressor, comm: Comm, is_compressed: bool, messages: list[Average]):
         self.compressor, self.comm, self.messages = compressor, comm, messages
-        self.is_compressed, self.scatters = is_compressed, can_scatter(compressor)
+        self.is_compressed, self.scatters = is_compressed, compressor.scatters
 
     def _record(
         self, params: Iterable[Tensor], given: list[Tensor], got: list[Tensor], cuts: Any = None
@@ -89,7 +89,6 @@ class _Recorded:
             begins = dict(ends)
             ends = {p: begin + len(part.get(p, ())) for p, begin in begins.items()}
             cuts.append([(begins[p], ends[p]) for p in params])
-        assert can_scatter(self.compressor)
         means = self.compressor.scattered_means(parts)
         self._record(params, [torch.cat(pieces[p]).view(p.shape) for p in params], [], cuts)
         return means
@@ -101,7 +100,7 @@ def record_messages(state: RankState) -> list[Average]:
     messages: list[Average] = []
 
     def recorded(make: Callable[[Comm], Compressor], is_compressed: bool, comm: Comm) -> Compressor:
-        return cast(Compressor, _Recorded(make(comm), comm, is_compressed, messages))
+        return _Recorded(make(comm), comm, is_compressed, messages)
 
     for is_compressed, own in ((True, state.averaging.compressors), (False, state.averaging.plain)):
         for compressors in own:
@@ -255,13 +254,13 @@ class Replay:
         return [_compared(rank, place, x, wanted) for rank, place, x in _flat(gradients)]
 
 
-class _Replayed:
+class _Replayed(Compressor):
     """A compressor in one process, which returns means that were computed before, and records the tensors it is given."""
 
-    def __init__(self, comm: _Ranks, rank: _Rank):
-        self.comm, self.rank = comm, rank
+    def __init__(self, rank: _Rank):
+        self.rank = rank
 
-    def means(self, tensors: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def means(self, tensors: Keyed) -> Means:
         names = [placement_of(p).name for p in tensors]
         number = next(
             i
@@ -312,7 +311,7 @@ class _Rank:
         assert optimizer is not None
         self.optimizer = optimizer
         for compressors in averaging.compressors + averaging.plain:
-            compressors.make = lambda comm: cast(Compressor, _Replayed(cast(Any, comm), self))
+            compressors.make = lambda comm: _Replayed(self)
 
     def step(
         self, lr: float, divisor: float, before: Held, after: Held, gradients: Held,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.extras.compress.codecs import Codec
@@ -18,6 +17,7 @@ from minipar.extras.compress.plain_mean import widened
 from minipar.extras.compress.sketch import Sketch, num_cells
 from minipar.extras.compress.threshold import Choose
 from minipar.mesh import Placement
+from minipar.support.chunks import chunk_sizes
 
 
 class Average(NamedTuple):
@@ -37,33 +37,31 @@ class Average(NamedTuple):
     cuts: list[list[tuple[int, int]]] | None = None
 
 
-class Sketched(NamedTuple):
-    """The settings of a SketchedMean: which elements a rank keeps, and the number of cells per element."""
-
-    choose: Choose
-    ratio: float
-
-
 class OneProcessMeans:
     """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
 
-    is_compressed  a function from a tensor's placement to whether it is compressed, or averaged exactly
-    codec          encodes a vector; None for PowerSGD; `Sketched` for the sketches of the largest elements
-    node_size      compress only between nodes of this many ranks; None: between all ranks
-    rank           the rank of PowerSGD's factors
-    feedback       True: error feedback, which adds a codec's error to the next vector
+    is_compressed   a function from a tensor's placement to whether it is compressed, or averaged exactly
+    error_feedback  True: what a codec lost is added to the next vector
+
+    One of:
+
+    codec           encodes a vector; with node_size only between nodes of this many ranks
+    rank            the rank of PowerSGD's factors
+    choose, ratio   the elements that a rank keeps, and the number of a sketch's cells per element
     """
 
     def __init__(
         self,
         is_compressed: Callable[[Placement], bool],
-        codec: Codec | Sketched | None,
+        codec: Codec | None = None,
         node_size: int | None = None,
         rank: int = 0,
-        feedback: bool = True,
+        choose: Choose | None = None,
+        ratio: float = 0.0,
+        error_feedback: bool = True,
     ):
         self.is_compressed, self.codec, self.node_size, self.rank = is_compressed, codec, node_size, rank
-        self.feedback = feedback
+        self.choose, self.ratio, self.error_feedback = choose, ratio, error_feedback
         self._residuals: dict[object, Tensor] = {}
         self._factors: dict[object, Tensor] = {}
 
@@ -78,88 +76,67 @@ class OneProcessMeans:
             first.ranks,
             tuple((first.placements[i].name, first.placements[i].part) for i in chosen),
         )
-        if self.codec is None:
+        if self.rank:
             for i in chosen:
                 means[i] = self._by_powers((key, i), [xs[i] for xs in given])
-        elif first.cuts is not None:
+        elif chosen and first.cuts is not None:
             for r, cuts in enumerate(first.cuts):
-                self._scatter((key, r), [(i, cuts[i]) for i in chosen], given, means)
+                at = {i: slice(*cuts[i]) for i in chosen}
+                vectors = [torch.cat([xs[i].flatten()[at[i]] for i in chosen]) for xs in given]
+                pieces = [means[i].view(-1)[at[i]] for i in chosen]
+                for piece, mean in zip(
+                    pieces, self._to_one_rank((key, r), vectors).split([*map(len, pieces)])
+                ):
+                    piece.copy_(mean)
         elif chosen:
-            flat = self._by_codec(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
+            flat = self._to_all(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
             for i, part in zip(chosen, flat.split([means[i].numel() for i in chosen])):
                 means[i] = part.view(means[i].shape)
         return [mean.to(x.dtype) for mean, x in zip(means, first.given)]
 
-    def _scatter(
-        self,
-        key: object,
-        pieces: list[tuple[int, tuple[int, int]]],
-        given: list[list[Tensor]],
-        means: list[Tensor],
-    ) -> None:
-        """Put the means of the pieces of one rank into `means`; all ranks encode and send these pieces to that rank.
-
-        A piece is (i, (low, high)): elements low to high - 1 of tensor i.
-        """
-        pieces = [(i, (low, high)) for i, (low, high) in pieces if high > low]
-        if not pieces:
-            return
-        vectors = [torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces]) for xs in given]
-        mean = self._to_one_rank(key, vectors, len(vectors[0]))
-        for (i, (low, high)), part in zip(pieces, mean.split([high - low for _, (low, high) in pieces])):
-            means[i].view(-1)[low:high] = part
-
-    def _by_codec(self, key: object, xs: list[Tensor]) -> Tensor:
-        if isinstance(self.codec, Sketched):
-            chunks = zip(*(x.split(-(-len(x) // len(xs))) for x in xs))
-            return torch.cat([self._to_one_rank((key, r), list(own), 0) for r, own in enumerate(chunks)])
+    def _to_all(self, key: object, xs: list[Tensor]) -> Tensor:
+        """Return the mean [n] of vectors [n], between nodes if they are given."""
         if self.node_size is None:
             return self._two_phases(key, xs)
-        g, n = self.node_size, len(xs[0])
-        nodes = [torch.stack(xs[i : i + g]).mean(0) for i in range(0, len(xs), g)]
+        nodes = [torch.stack(xs[i : i + self.node_size]).mean(0) for i in range(0, len(xs), self.node_size)]
         if len(nodes) == 1:
             return nodes[0]
-        chunk = -(-n // g)
-        parts = [[x[start : start + chunk] for x in nodes] for start in range(0, n, chunk)]
+        parts = _chunks(nodes, self.node_size)
         return torch.cat([self._two_phases((key, i), part) for i, part in enumerate(parts)])
 
     def _two_phases(self, key: object, xs: list[Tensor]) -> Tensor:
         """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
-        p, total = len(xs), len(xs[0])
-        n = -(-total // p)
         means = []
-        for chunk in range(p):
-            held = min(max(total - chunk * n, 0), n)
-            own = [F.pad(x, (0, n * p - total))[chunk * n : (chunk + 1) * n] for x in xs]
-            mean = self._to_one_rank((key, chunk), own, held)
-            means.append(self._sent((key, "mean", chunk), mean, held))
-        return torch.cat(means)[:total]
+        for r, own in enumerate(_chunks(xs, len(xs))):
+            mean = self._to_one_rank((key, r), own)
+            means.append(mean if self.choose else self._sent((key, "mean", r), mean))
+        return torch.cat(means)
 
-    def _to_one_rank(self, key: object, xs: list[Tensor], held: int) -> Tensor:
-        """Return the mean of what all ranks send to one of them, of vectors with padding after `held` elements.
+    def _to_one_rank(self, key: object, xs: list[Tensor]) -> Tensor:
+        """Return the mean of what all ranks send to one of them.
 
         Of a sketch, that is the elements that are chosen and recovered; the others are kept as residuals.
         """
-        if not isinstance(self.codec, Sketched):
-            return torch.stack([self._sent((key, rank), x, held) for rank, x in enumerate(xs)]).mean(0)
+        if self.choose is None:
+            return torch.stack([self._sent((key, rank), x) for rank, x in enumerate(xs)]).mean(0)
         wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
-        chosen = [self.codec.choose(x) for x in wanted]
+        chosen = [self.choose(x) for x in wanted]
         places = torch.stack(chosen).any(0)
-        recovered = Sketch(places, num_cells(len(places), self.codec.ratio)).recovered
+        recovered = Sketch(places, num_cells(len(places), self.ratio)).recovered
         sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
-        if self.feedback:
+        if self.error_feedback:
             self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
         return torch.stack(sent).mean(0)
 
-    def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
-        """Encode and decode x plus the residual. Keep the error as the new residual, with 0 in the padding after `held`."""
+    def _sent(self, key: object, x: Tensor) -> Tensor:
+        """Encode and decode x plus the residual. Keep the error as the new residual."""
+        if not len(x):
+            return x
         assert self.codec is not None
-        assert not isinstance(self.codec, Sketched)
         wanted = x + self._residuals.get(key, 0)
         sent = self.codec.decode(self.codec.encode(wanted), len(x))
-        if self.feedback:
+        if self.error_feedback:
             self._residuals[key] = wanted - sent
-            self._residuals[key][held:] = 0
         return sent
 
     def _by_powers(self, key: object, xs: list[Tensor]) -> Tensor:
@@ -178,3 +155,8 @@ class OneProcessMeans:
         for r, x in enumerate(wanted):
             self._residuals[key, r] = x - sent
         return sent.view(shape)
+
+
+def _chunks(xs: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Cut vectors into chunks; return for each chunk the pieces of all vectors."""
+    return [list(own) for own in zip(*(x.split(chunk_sizes(len(x), count)) for x in xs))]

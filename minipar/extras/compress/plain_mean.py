@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,41 +15,40 @@ Means = dict[Any, Tensor]
 State = dict[Any, dict[str, Tensor]]  # by key and name
 
 
-class Compressor(Protocol):
-    """Averages tensors over the ranks of one Comm, sending fewer bytes than an all-reduce.
+class Compressor:
+    """Averages tensors over the ranks of one Comm, sending fewer bytes than an all-reduce. The base has no state.
 
-    means   returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the same
-            keys in the same order, in every step, because a tensor's residual is found by its key
-    state   returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this rank's
-            own, with the elements of the tensor with that key; all other tensors are the same on every rank
-    load    loads a state; must be called before the first `means`
-    """
-
-    def means(self, tensors: Tensors, /) -> Means: ...
-
-    def state(self) -> State: ...
-
-    def load(self, state: State, /) -> None: ...
-
-
-class ScatteringCompressor(Compressor, Protocol):
-    """A compressor that can also replace a reduce-scatter: each rank gets only its own part of the means.
-
-    scatters         True
+    means            returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the
+                     same keys in the same order, in every step, because a tensor's residual is found by its key
+    scatters         whether it can also replace a reduce-scatter, by the next function
     scattered_means  for each rank, {key: the flat piece of its tensor that the rank keeps} -> this rank's pieces of the
-                     means. A tensor is cut wherever a rank's chunk ends; then several ranks have a piece of it
+                     means. A tensor is cut wherever a rank's chunk ends; then several ranks have a piece of it. Keys and
+                     sizes must not change between steps
+    state            returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this
+                     rank's own, with the elements of the tensor with that key; all others are the same on every rank
+    load             loads a state; must be called before the first `means`
     """
 
-    scatters: bool
+    scatters = False
 
-    def scattered_means(self, parts: Sequence[Tensors], /) -> Means: ...
+    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
+        """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among the tensors of a step."""
+        return self.means({key: x})[key]
+
+    def means(self, tensors: Tensors) -> Means:
+        raise NotImplementedError
+
+    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
+        raise NotImplementedError
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None:
+        """Load nothing, as there is no state."""
 
 
-def can_scatter(compressor: Compressor) -> TypeGuard[ScatteringCompressor]:
-    return bool(getattr(compressor, "scatters", False))
-
-
-class PlainMean:
+class PlainMean(Compressor):
     """The uncompressed mean, with all tensors in one all-reduce. Sends 2(p-1)/p of their bytes."""
 
     def __init__(self, comm: Comm):
@@ -75,12 +74,6 @@ class PlainMean:
             return {}
         flat = torch.cat([widened(x) for x in pieces])
         return unfused(self.comm.reduce_scatter(flat, "mean", sizes), parts[self.comm.rank])
-
-    def state(self) -> State:
-        return {}
-
-    def load(self, state: State) -> None:
-        """Do nothing: there is no state."""
 
 
 def fused(tensors: Tensors) -> Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import require_finite
-from minipar.extras.compress.plain_mean import Means, PlainMean, State, Tensors, widened
+from minipar.extras.compress.plain_mean import Compressor, Means, PlainMean, State, Tensors, widened
 from minipar.support.errors import require_positive
 
 
-class PowerSGD:
+class PowerSGD(Compressor):
     """One step of subspace iteration on M = mean over ranks of (gradient + residual), [n, m], with warm start.
 
     P = mean M Q       all-reduce of n r elements
@@ -40,10 +38,6 @@ class PowerSGD:
         # Q^T [r, m] of the last step, with which the next step begins
         self._factors: dict[object, Tensor] = {}
 
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        """Return an approximation of the mean of x over ranks, in the shape and dtype of x."""
-        return self.means({key: x})[key]
-
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
         """Return approximate means of the tensors, in two all-reduces; see plain_mean.py."""
@@ -68,21 +62,13 @@ class PowerSGD:
         return {key: found[key] for key in tensors}
 
     def _is_whole(self, x: Tensor) -> bool:
-        return x.dim() < 2 or self._is_small(*_matrix_shape(x))
-
-    def _is_small(self, n: int, m: int) -> bool:
-        return self.rank * (n + m) >= n * m
+        return x.dim() < 2 or self.rank * sum(_matrix_shape(x)) >= x.numel()
 
     def _factor(self, key: object, local: Tensor) -> Tensor:
         if key not in self._factors:
             generator = torch.Generator().manual_seed(0)  # the same on every rank
             self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).t().to(local)
         return self._factors[key]
-
-    def sent_elements(self, shape: Sequence[int]) -> int:
-        """Return the number of elements that are all-reduced for a tensor of this shape."""
-        n, m = _matrix_shape(torch.empty(shape, device="meta")) if len(shape) > 1 else (1, shape[0])
-        return n * m if len(shape) < 2 or self._is_small(n, m) else self.rank * (n + m)
 
     def state(self) -> State:
         """Return, by key, this rank's "residual", and the "factor" Q [m, r]. Sends nothing."""

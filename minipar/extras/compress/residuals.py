@@ -42,7 +42,7 @@ class Residuals:
         return wanted
 
     def keep(self, parts: Sequence[Tensors], left: Sequence[Tensor]) -> None:
-        """Keep for each part what was not sent of it; elements behind those of its pieces are padding."""
+        """Keep for each part what was not sent of it."""
         pieces: dict[Any, list[Tensor]] = {}
         for part, own in zip(parts, left):
             for key, x in cut(own, part).items():

@@ -28,7 +28,7 @@ from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
 from minipar.extras.compress.compressed_buckets import CompressedBuckets, Compressors, own_gradients
 from minipar.extras.compress.compressed_mean import CompressedMean
 from minipar.extras.compress.diloco import DiLoCo
-from minipar.extras.compress.one_process import OneProcessMeans, Sketched
+from minipar.extras.compress.one_process import OneProcessMeans
 from minipar.extras.compress.onebit_adam import OneBitAdam
 from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import Compressor, State
@@ -148,43 +148,32 @@ class Compressed(Averager):
 
 def means_in_one_process(config: TrainConfig) -> OneProcessMeans:
     """Return the function that computes, in one process, the means of recorded messages."""
-    own, select = config.options["compress"], _chosen(config)
-    if config.compress == "powersgd":
-        return OneProcessMeans(select, None, rank=own.rank)
-    node_size = getattr(own, "node_size", None)
     sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
-    codec = None if sends_weights else _sketched(config) or _codec(config)
-    return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
+    return OneProcessMeans(_chosen(config), **({} if sends_weights else _vector_compressor(config)[1]))
 
 
 def _selective(config: TrainConfig) -> MakeCompressor:
-    chosen = _chosen(config)
-    return partial(
-        Selective, compress=_vector_compressor(config), select=lambda param: chosen(placement_of(param))
-    )
+    chosen, (cls, options) = _chosen(config), _vector_compressor(config)
+    compress = partial(cls, **options)
+    return partial(Selective, compress=compress, select=lambda param: chosen(placement_of(param)))
 
 
-def _vector_compressor(config: TrainConfig) -> MakeCompressor:
-    if config.compress == "powersgd":
-        return partial(PowerSGD, rank=config.options["compress"].rank)
-    if (sketched := _sketched(config)) is not None:
-        return partial(SketchedMean, **sketched._asdict(), error_feedback=_feedback(config))
-    node_size, codec = config.options["compress"].node_size, _codec(config)
-    if node_size is not None:
-        return partial(TwoLevelMean, codec=codec, node_size=node_size, error_feedback=_feedback(config))
-    return partial(CompressedMean, codec=codec, error_feedback=_feedback(config))
-
-
-def _feedback(config: TrainConfig) -> bool:
-    """Return whether error feedback is used: an option of methods that encode gradients, and always on for momenta."""
-    return getattr(config.options["compress"], "feedback", True)
-
-
-def _sketched(config: TrainConfig) -> Sketched | None:
+def _vector_compressor(config: TrainConfig) -> tuple[type[Compressor], dict[str, Any]]:
+    """Return the compressor of a run, and its options, which are those of `OneProcessMeans`, too."""
     own = config.options["compress"]
-    if not getattr(own, "sketch", 0):
-        return None
-    return Sketched(choose_by(own.threshold, own.fraction), own.sketch)
+    if config.compress == "powersgd":
+        return PowerSGD, {"rank": own.rank}
+    # Feedback is an option of methods that encode gradients, and always on for momenta.
+    feedback = {"error_feedback": getattr(own, "feedback", True)}
+    if getattr(own, "sketch", 0):
+        return SketchedMean, {
+            "choose": choose_by(own.threshold, own.fraction),
+            "ratio": own.sketch,
+            **feedback,
+        }
+    if own.node_size is not None:
+        return TwoLevelMean, {"codec": _codec(config), "node_size": own.node_size, **feedback}
+    return CompressedMean, {"codec": _codec(config), **feedback}
 
 
 def _codec(config: TrainConfig) -> Codec:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipar.comm import Comm
-from minipar.extras.compress.plain_mean import Compressor, Means, PlainMean, State, Tensors, can_scatter
+from minipar.extras.compress.plain_mean import Compressor, Means, PlainMean, State, Tensors
 
 
-class Selective:
+class Selective(Compressor):
     """Average the tensors that `select(key)` chooses with the compressor `compress(comm)`, and the rest by one all-reduce.
 
     TAGC's code compresses the feed-forward and vocabulary matrices, and sends attention, position embeddings and norms
@@ -26,6 +26,7 @@ class Selective:
     def __init__(self, comm: Comm, compress: Callable[[Comm], Compressor], select: Callable[[Any], bool]):
         self.comm, self.select = comm, select
         self.compressor, self.plain = compress(comm), PlainMean(comm)
+        self.scatters = self.compressor.scatters
 
     def means(self, tensors: Tensors) -> Means:
         chosen = {key: x for key, x in tensors.items() if self.select(key)}
@@ -33,13 +34,8 @@ class Selective:
         found = self.compressor.means(chosen) | self.plain.means(others)
         return {key: found[key] for key in tensors}
 
-    @property
-    def scatters(self) -> bool:
-        return can_scatter(self.compressor)
-
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
         """Return the means over ranks of this rank's pieces, compressed or not. Sends half as much as `means`."""
-        assert can_scatter(self.compressor)
         chosen = [{key: x for key, x in part.items() if self.select(key)} for part in parts]
         others = [{key: x for key, x in part.items() if not self.select(key)} for part in parts]
         found = self.compressor.scattered_means(chosen) | self.plain.scattered_means(others)

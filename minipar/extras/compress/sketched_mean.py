@@ -9,14 +9,14 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import pack_bits, unpack_bits
-from minipar.extras.compress.compressed_buckets import parts_by_rank
-from minipar.extras.compress.plain_mean import Means, State, Tensors, fused, unfused
+from minipar.extras.compress.compressed_buckets import chunked
+from minipar.extras.compress.plain_mean import Compressor, Means, State, Tensors, unfused
 from minipar.extras.compress.residuals import Residuals
 from minipar.extras.compress.sketch import Sketch, num_cells
 from minipar.extras.compress.threshold import Choose
 
 
-class SketchedMean:
+class SketchedMean(Compressor):
     """The mean over ranks of what each rank keeps of x: its largest elements. Elements that cannot be recovered are 0.
 
     The n elements are cut into p chunks, and rank r gets the sums of chunk r:
@@ -41,36 +41,21 @@ class SketchedMean:
         self.comm, self.choose, self.ratio, self.error_feedback = comm, choose, ratio, error_feedback
         self.worker = Residuals()
 
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        return self.means({key: x})[key]
-
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
         """Return the mean over ranks of each tensor; see plain_mean.py."""
-        p = self.comm.size
-        if p == 1 or not tensors:
+        if self.comm.size == 1 or not tensors:
             return dict(tensors)
-        flat, layout, start = fused(tensors), {}, 0
-        for key, x in tensors.items():
-            layout[key] = start, x.numel()
-            start += x.numel()
-        longest = -(-len(flat) // p)
-        sizes = [min(max(len(flat) - r * longest, 0), longest) for r in range(p)]
-        own, sketches = self._own_mean(parts_by_rank(flat, layout, sizes))
+        own, sketches = self._own_mean(chunked(tensors, self.comm.size))
         recovered = torch.cat([sketch.recovered for sketch in sketches])
         counts = [int(sketch.recovered.sum()) for sketch in sketches]
-        mean = torch.zeros_like(flat)
+        mean = own.new_zeros(len(recovered))
         mean[recovered] = self.comm.all_gather(own[sketches[self.comm.rank].recovered], counts)
         return unfused(mean, tensors)
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces.
-
-        parts  for each rank the pieces that it keeps, flat, by key; in every step the same keys and sizes
-
-        Sends `scattered_bytes`.
-        """
+        """Return the means over ranks of this rank's pieces; see plain_mean.py."""
         own = parts[self.comm.rank]
         if self.comm.size == 1 or not any(parts):
             return dict(own)
@@ -98,13 +83,6 @@ class SketchedMean:
             union |= one
         everywhere = self.comm.all_gather(union, sizes).split(sizes)
         return [unpack_bits(packed, len(x)) for packed, x in zip(everywhere, chosen)]
-
-    def scattered_bytes(self, sizes: Sequence[int], itemsize: int = 4) -> int:
-        """Return the bytes that this rank sends in `scattered_means`, by a ring, where rank r keeps sizes[r] elements."""
-        rank, p = self.comm.rank, self.comm.size
-        bits, cells = [-(-n // 8) for n in sizes], [num_cells(n, self.ratio) for n in sizes]
-        # A ring's all-gather passes on every chunk but the next rank's, its reduce-scatter every chunk but the own.
-        return 2 * sum(bits) - bits[rank] - bits[(rank + 1) % p] + itemsize * (sum(cells) - cells[rank])
 
     def state(self) -> State:
         """Return "residual" by key: what this rank has not sent, or what was not recovered."""

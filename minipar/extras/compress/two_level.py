@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.compressed_mean import CompressedMean
-from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused, widened
+from minipar.extras.compress.plain_mean import Compressor, Means, State, Tensors, cut, fused, unfused, widened
+from minipar.support.chunks import chunk_sizes
 from minipar.support.errors import require_divides
 
 
-class TwoLevelMean:
+class TwoLevelMean(Compressor):
     """Average over k nodes of g consecutive ranks. The result is bitwise equal on all ranks.
 
     reduce-scatter inside the node               (g-1)/g 4n bytes
@@ -37,9 +37,6 @@ class TwoLevelMean:
         self._shapes: dict[tuple[Any, ...], Tensors] = {}
         self._loaded: State = {}
 
-    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        return self.means({key: x})[key]
-
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
         """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
@@ -47,51 +44,41 @@ class TwoLevelMean:
             return dict(tensors)
         group, flat = tuple(tensors), fused(tensors)
         if group not in self._shapes:
-            self._begin(group, tensors, flat)
-        own = self.node.reduce_scatter(self._padded(flat), "mean", algorithm="ring")
-        held = self._held(len(flat))
-        if held:
-            own[:held] = self.mean(own[:held], group)
-        return unfused(self.node.all_gather(own, algorithm="ring")[: len(flat)], tensors)
+            self._begin(group, tensors)
+        own = self.node.reduce_scatter(flat, "mean", algorithm="ring")
+        if len(own):
+            own = self.mean(own, group)
+        return unfused(self.node.all_gather(own, self._sizes(tensors), algorithm="ring"), tensors)
 
-    def _held(self, n: int) -> int:
-        """Return the number of elements in this rank's chunk of n; the rest of the chunk is padding."""
-        chunk = -(-n // self.node.size)
-        return min(max(n - self.node.rank * chunk, 0), chunk)
-
-    def _padded(self, flat: Tensor) -> Tensor:
-        return torch.nn.functional.pad(flat, (0, -len(flat) % self.node.size))
-
-    def sent_bytes(self, n: int) -> int:
-        """Return the bytes that a rank sends, inside the node and across nodes, for a vector of n float32 elements."""
-        g = self.node.size
-        return 2 * (g - 1) * 4 * -(-n // g) + self.mean.sent_bytes(self._held(n))
+    def _sizes(self, tensors: Tensors) -> list[int]:
+        """Return the lengths of the chunks of the node's ranks."""
+        return chunk_sizes(sum(x.numel() for x in tensors.values()), self.node.size)
 
     def state(self) -> State:
         """Return the state as `CompressedMean.state` does, gathered inside the node, since its ranks share one residual."""
         found, chunks = dict(self._loaded), self.mean.state()
         for group, shapes in self._shapes.items():
-            length = sum(x.numel() for x in shapes.values())
+            sizes = self._sizes(shapes)
             for name in ("residual", "residual_of_mean") if self.across.size > 1 else ():
-                dtype = widened(next(iter(shapes.values()))).dtype  # also where this rank's chunk is empty
-                own = torch.zeros(-(-length // self.node.size), dtype=dtype, device=self.comm.device)
-                x = chunks.get(group, {}).get(name, own[:0])
-                own[: len(x)] = x
-                for key, part in cut(self.node.all_gather(own, algorithm="ring"), shapes).items():
+                like = next(iter(shapes.values()))
+                nothing = torch.zeros(
+                    sizes[self.node.rank], dtype=widened(like).dtype, device=self.comm.device
+                )
+                own = chunks.get(group, {}).get(name, nothing).to(nothing)
+                for key, part in cut(self.node.all_gather(own, sizes, algorithm="ring"), shapes).items():
                     found.setdefault(key, {})[name] = part
         return found
 
     def load(self, state: State) -> None:
         self._loaded = dict(state)
 
-    def _begin(self, group: tuple[Any, ...], tensors: Tensors, like: Tensor) -> None:
+    def _begin(self, group: tuple[Any, ...], tensors: Tensors) -> None:
         self._shapes[group] = {key: torch.empty_like(x, device="meta") for key, x in tensors.items()}
         states = {key: self._loaded.pop(key, {}) for key in group}
         own = {}
         for name in ("residual", "residual_of_mean"):
             if any(name in state for state in states.values()):
                 whole = {key: states[key].get(name, torch.zeros_like(x)) for key, x in tensors.items()}
-                chunk = self._padded(fused(whole)).chunk(self.node.size)[self.node.rank]
-                own[name] = chunk[: self._held(len(like))]
+                own[name] = fused(whole).split(self._sizes(tensors))[self.node.rank]
         if own:
             self.mean.load({group: own})

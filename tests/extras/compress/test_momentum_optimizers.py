@@ -58,22 +58,20 @@ def apart(ranks, want) -> float:
 # The papers' algorithms: 1-bit Adam with its signs and their errors, the others with a codec that loses nothing -----
 
 
-def signs(x, error, held):
-    """C(x + error), and what it lost; nothing is missed of what lies after the elements held."""
+def signs(x, error):
+    """C(x + error), and what it lost."""
     wanted = x + error
     sent = wanted.abs().mean() * torch.where(wanted >= 0, 1.0, -1.0)
-    return sent, torch.cat([(wanted - sent)[:held], torch.zeros(len(x) - held)])
+    return sent, wanted - sent
 
 
 def one_bit_adam_of_the_paper(workers):
     """arXiv:2102.02888, algorithm 1, each chunk by a worker of its own; bias corrections that stop with the warm-up."""
     found, (b1, b2) = [], (0.9, 0.999)
     x = torch.cat([p.detach().flatten() for p in start()])
-    total, n = len(x), -(-len(x) // workers)
-    held = [min(n, total - r * n) for r in range(workers)]
-    m, v = torch.zeros(total), torch.zeros(total)
-    error = [[torch.zeros(n) for _ in range(workers)] for _ in range(workers)]  # worker, chunk
-    error_of_mean = [torch.zeros(n) for _ in range(workers)]
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    error = [[torch.zeros_like(c) for c in x.chunk(workers)] for _ in range(workers)]  # worker, chunk
+    error_of_mean = [torch.zeros_like(c) for c in x.chunk(workers)]
     for t in range(STEPS):
         g = [
             torch.cat([gradient(w, t, i, s).flatten() for i, s in enumerate(SHAPES)]) for w in range(workers)
@@ -82,18 +80,16 @@ def one_bit_adam_of_the_paper(workers):
             mean = sum(g) / workers
             m, v = b1 * m + (1 - b1) * mean, b2 * v + (1 - b2) * mean.square()
         else:
-            own = [
-                nn.functional.pad(b1 * m + (1 - b1) * g[w], (0, n * workers - total)) for w in range(workers)
-            ]
+            own = [(b1 * m + (1 - b1) * g[w]).chunk(workers) for w in range(workers)]
             averaged = []
             for r in range(workers):
                 sent = []
                 for w in range(workers):
-                    one, error[w][r] = signs(own[w][r * n : (r + 1) * n], error[w][r], held[r])
+                    one, error[w][r] = signs(own[w][r], error[w][r])
                     sent.append(one)
-                one, error_of_mean[r] = signs(sum(sent) / workers, error_of_mean[r], held[r])
+                one, error_of_mean[r] = signs(sum(sent) / workers, error_of_mean[r])
                 averaged.append(one)
-            m = torch.cat(averaged)[:total]
+            m = torch.cat(averaged)
         s = min(t + 1, WARMUP)
         x = x - LR * m / (1 - b1**s) / ((v / (1 - b2**s)).sqrt() + EPS)
         found.append([a.view(s) for a, s in zip(x.split([24, 5]), SHAPES)])
@@ -200,7 +196,7 @@ class ForgetsTheErrorOfTheMean(OneBitAdam):
     def _step(self, pairs, grads, warm):
         super()._step(pairs, grads, warm)
         for compressor in self.compressors.by_comm.values():
-            compressor.server.residuals.clear()
+            compressor.server.clear()
 
 
 class KeepsItsWeights(ZeroOneAdam):

@@ -22,6 +22,7 @@ from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.train.verification.verify import _observe_rank, table, verify
+from tests.extras.compress.test_compress import phase_bytes
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16)
 BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=6, warmup=2, verify_steps=0, trace_steps=0)
@@ -123,7 +124,7 @@ def scattered_run(world, config, text):
         dims = {p: len(placement_of(p).length) for p in layout}
         chosen = [sum(x.numel() for p, x in part.items() if dims[p] > 1) for part in parts]
         others = [sum(x.numel() for p, x in part.items() if dims[p] == 1) for part in parts]
-        formula += selective.compressor.scattered_bytes(chosen)
+        formula += phase_bytes(selective.compressor.codec, chosen, comm.rank)[0]
         formula += sum(4 * n for r, n in enumerate(others) if r != comm.rank)
     residuals = sum(x.nbytes for x in selective.compressor.worker.residuals.values())
     return comm.traffic.by_kind["compressed_reduce_scatter"], formula, residuals

@@ -16,6 +16,7 @@ from minipar.extras.compress.choices import LOAD
 from minipar.extras.compress.lossy_reference import lossy_rows
 from minipar.extras.compress.sketch import ROWS, num_cells
 from minipar.extras.compress.threshold import above_threshold, choose_by, largest
+from minipar.support.chunks import chunk_sizes
 from minipar.train.data.text import load_data
 from minipar.train.verification.verify import _observe_rank
 from tests.examples import examples
@@ -137,14 +138,16 @@ def sketched(world, n, ratio, threshold, feedback, steps, sizes=None):
     return (
         out,
         mean.comm.traffic.sent_bytes,
-        mean.scattered_bytes(sizes or chunks(n, world.size), 8),
+        phases_bytes(sizes or chunk_sizes(n, world.size), ratio, world.rank),
         mean.worker.residuals,
     )
 
 
-def chunks(n: int, p: int) -> list[int]:
-    longest = -(-n // p)
-    return [min(max(n - r * longest, 0), longest) for r in range(p)]
+def phases_bytes(sizes: list[int], ratio: float, rank: int) -> int:
+    """Bytes that a rank sends of chunks of these sizes in the first three phases, by a ring, in float64."""
+    bits, cells = [-(-n // 8) for n in sizes], [8 * num_cells(n, ratio) for n in sizes]
+    # A ring's all-gather passes on every chunk but the next rank's, its reduce-scatter every chunk but the own.
+    return 2 * sum(bits) - bits[rank] - bits[(rank + 1) % len(sizes)] + sum(cells) - cells[rank]
 
 
 @examples(6)
@@ -163,7 +166,7 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(size, n, ratio, thresho
         if size > 1:  # the fourth phase sends what was recovered: where the mean is not zero
             formula *= steps
             for mean in means:
-                recovered = [int(part.count_nonzero()) for part in mean.split(chunks(n, size))]
+                recovered = [int(part.count_nonzero()) for part in mean.split(chunk_sizes(n, size))]
                 formula += 8 * (sum(recovered) - recovered[(rank + 1) % size])
         assert sent == (formula if size > 1 else 0)
 
