@@ -111,16 +111,11 @@ class DryTensors(LiveBytes):
     def _make(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(function, "overloadpacket", None) not in MAKES:
             return function(*args, **kwargs)
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        if kwargs.get("dtype") is None and function.overloadpacket is aten.full:
-            dtype = torch.tensor(args[1]).dtype
-        if kwargs.get("dtype") is None and function.overloadpacket is aten.arange:
-            dtype = torch.tensor(args).dtype
-        if not dtype.is_floating_point:
-            return function(*args, **{**kwargs, "device": torch.device("cpu")})
-        if function.overloadpacket is aten.arange:
-            return function(*args, **{**kwargs, "device": META})
-        return torch.empty(args[0], dtype=dtype, device=META)
+        generator = {"generator": None} if "generator" in kwargs else {}  # the caller's is of another device
+        made = function(*args, **{**kwargs, **generator, "device": META})
+        return (
+            made if made.is_floating_point() else function(*args, **{**kwargs, "device": torch.device("cpu")})
+        )
 
     def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Compute only the shapes of an operation's results, since at least one of its inputs has no values."""
@@ -140,20 +135,16 @@ class DryTensors(LiveBytes):
         def without_contents(*args: Any, **kwargs: Any) -> Any:
             new_args, new_kwargs = tree_map(on_meta, (args, kwargs))
             result = function(*new_args, **new_kwargs)
-            for argument, given in zip(function._schema.arguments, new_args):
+            arguments = function._schema.arguments
+            given = dict(zip((argument.name for argument in arguments), new_args)) | new_kwargs
+            for argument in arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._forget_all(given, standing_in)
-            for name, given in new_kwargs.items():
-                if name == "out" or name.startswith("out"):
-                    self._forget_all(given, standing_in)
+                    for x in _tensors_in(given.get(argument.name)):
+                        if id(x) in standing_in:
+                            self.forget_contents(standing_in[id(x)])
             return tree_map(lambda x: standing_in.get(id(x), x), result)
 
         return self._shapes.run(function, without_contents, args, kwargs)
-
-    def _forget_all(self, written: Any, standing_in: dict[int, Tensor]) -> None:
-        for x in _tensors_in(written):
-            if id(x) in standing_in:
-                self.forget_contents(standing_in[id(x)])
 
     def _count(self, result: Any, inputs: list[Tensor]) -> None:
         for x in _tensors_in(result):
