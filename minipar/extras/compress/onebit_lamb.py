@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,15 +49,17 @@ class OneBitLamb(MomentumOptimizer):
         super().__init__(params, comm, warmup, betas=(*betas, 0.9)[:3], eps=eps, **options)
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        numbers = {"c_avg": torch.tensor(0.0), "ratio": torch.tensor(1.0), "equal": torch.tensor(1.0)}
+        numbers = {
+            "c_avg": param.new_tensor(0.0),
+            "ratio": param.new_tensor(1.0),
+            "equal": param.new_tensor(1.0),
+        }
         return {**super()._new_state(param), "fresh": torch.zeros_like(param), **numbers}
 
     def _step(self, pairs: Pairs, grads: Tensors, warm: bool) -> None:
         if warm:
-            updates = [self._lamb(group, param, grads[param]) for group, param in pairs]
-            norms = _read([(_square(param), _square(update)) for (_, param), update in zip(pairs, updates)])
-            for (group, param), update, (w, u) in zip(pairs, updates, norms):
-                self._apply_lamb(group, param, update, w, u)
+            for group, param in pairs:
+                self._lamb(group, param, grads[param])
             if self.num_steps == self.warmup:
                 self._freeze([param for _, param in pairs])
             return
@@ -66,42 +67,36 @@ class OneBitLamb(MomentumOptimizer):
         scaled = {}
         for group, param in pairs:
             state = self.state[param]
-            scaled[param] = state["exp_avg"].lerp(grads[param], 1 - group["betas"][0]) * float(state["equal"])
+            scaled[param] = state["exp_avg"].lerp(grads[param], 1 - group["betas"][0]) * state["equal"]
         for param, m in self.compressors.means(scaled).items():
             state = self.state[param]
-            state["exp_avg"].copy_((m / float(state["equal"])).mul_(state["exp_avg_sq"] > 0))
-        directions = [self._follow(group, param, before[param]) for group, param in pairs]
-        numbers = _read([numbers for _, *numbers in directions])
-        for (group, param), (update, *_), own in zip(pairs, directions, numbers):
-            self._apply(group, param, update, *own)
+            state["exp_avg"].copy_((m / state["equal"]).mul_(state["exp_avg_sq"] > 0))
+        for group, param in pairs:
+            self._follow(group, param, before[param])
 
-    def _lamb(self, group: ParamGroup, param: Tensor, grad: Tensor) -> Tensor:
-        """Return LAMB's update u, by the same operations in the same order as in minipar.extras.optimizers.lamb."""
-        (b1, b2, _), state = group["betas"], self.state[param]
-        m, v, t = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
+    def _lamb(self, group: ParamGroup, param: Tensor, grad: Tensor) -> None:
+        """Take LAMB's step, by the same operations in the same order as in minipar.extras.optimizers.lamb."""
+        (b1, b2, b3), state = group["betas"], self.state[param]
+        m, v, t = state["exp_avg"], state["exp_avg_sq"], self.num_steps
         m.lerp_(grad, 1 - b1)
         v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         denominator = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
-        direction: Tensor = (m / (1 - b1**t)).div_(denominator)
-        return direction.add_(param, alpha=group["weight_decay"])
-
-    def _apply_lamb(self, group: ParamGroup, param: Tensor, update: Tensor, w: float, u: float) -> None:
-        """Update param as LAMB does; w and u are the squared norms of the weights and of the update."""
-        (_, _, b3), state = group["betas"], self.state[param]
-        c = (w / u) ** 0.5 if w > 0 and u > 0 else 1.0
-        if c != 1.0:
-            state["c_avg"].mul_(b3).add_((1 - b3) * _within(c, *COEFFICIENT))
+        update = (m / (1 - b1**t)).div_(denominator).add_(param, alpha=group["weight_decay"])
+        w, u = _square(param), _square(update)
+        is_known = (w > 0) & (u > 0)
+        c = torch.where(is_known, (w / u).sqrt(), 1.0)
+        c_avg = b3 * state["c_avg"] + (1 - b3) * c.clamp(*COEFFICIENT)
+        state["c_avg"].copy_(torch.where(is_known, c_avg, state["c_avg"]))
         param.sub_(update * (group["lr"] * c))
 
     def _freeze(self, params: list[Tensor]) -> None:
-        sizes = {p: self.state[p]["exp_avg"].square().mean().sqrt().item() for p in params}
-        mean = sum(sizes.values()) / len(sizes)
-        for param, size in sizes.items():
-            self.state[param]["equal"].fill_(mean / size if size > 0 else 1.0)
+        sizes = torch.stack([self.state[p]["exp_avg"].square().mean().sqrt() for p in params])
+        for param, equal in zip(params, torch.where(sizes > 0, sizes.mean() / sizes, 1.0)):
+            self.state[param]["equal"].copy_(equal)
             self.state[param]["fresh"].copy_(self.state[param]["exp_avg_sq"])
 
-    def _follow(self, group: ParamGroup, param: Tensor, before: Tensor) -> tuple[Tensor, ...]:
-        """Update v' of a layer. Return (u, largest sqrt(v) / sqrt(v'), |u|^2, |u without decay|^2)."""
+    def _follow(self, group: ParamGroup, param: Tensor, before: Tensor) -> None:
+        """Update v' and r of a layer, and its weights."""
         (b1, b2, _), state = group["betas"], self.state[param]
         grad = (state["exp_avg"] - b1 * before) / (1 - b1)
         state["fresh"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
@@ -110,33 +105,18 @@ class OneBitLamb(MomentumOptimizer):
         fresh = (state["fresh"] / correct_v).sqrt_().add_(group["eps"])
         adam = state["exp_avg"] / correct_m / frozen
         update = adam + group["weight_decay"] * param
-        return update, (frozen / fresh).max().double(), _square(update), _square(adam)
-
-    def _apply(
-        self, group: ParamGroup, param: Tensor, update: Tensor, ratio: float, whole: float, undecayed: float
-    ) -> None:
-        """Update r and w of a layer. `ratio` is the new r before its limits; `whole` and `undecayed` are squared norms."""
-        state = self.state[param]
-        if group["weight_decay"] and whole > 0:
-            share = min(1.0, (undecayed / whole) ** 0.5)
+        ratio, whole = (frozen / fresh).max(), _square(update)
+        if group["weight_decay"]:
+            share = torch.where(whole > 0, (_square(adam) / whole).sqrt().clamp(max=1.0), 1.0)
             ratio = ratio * share + 1 - share
-        last = state["ratio"].item()
-        ratio = _within(_within(ratio, *RATIO), last * (1 - RATIO_CHANGE), last * (1 + RATIO_CHANGE))
-        state["ratio"].fill_(ratio)
-        param.sub_(update, alpha=group["lr"] * ratio * (state["c_avg"].item() or 1.0))
+        last = state["ratio"]
+        low, high = last * (1 - RATIO_CHANGE), last * (1 + RATIO_CHANGE)
+        last.copy_(ratio.clamp(*RATIO).clamp(low, high))
+        scale = torch.where(state["c_avg"] > 0, state["c_avg"], 1.0)
+        param.sub_(update * (group["lr"] * last * scale))
 
 
 def _square(x: Tensor) -> Tensor:
     # In float64, as in train.optim.squared_norms.
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm.square()
-
-
-def _read(rows: Iterable[Iterable[Tensor]]) -> list[list[float]]:
-    """Copy the values of all layers to the host at once, so that a step waits for the GPU only once."""
-    stacked = [torch.stack(list(row)) for row in rows]
-    return torch.stack(stacked).tolist() if stacked else []
-
-
-def _within(x: float, low: float, high: float) -> float:
-    return min(max(x, low), high)
