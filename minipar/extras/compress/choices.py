@@ -139,13 +139,8 @@ class Method(Averaging):
     # Equality -----------------------------------------------------------------------------------------------------
 
     def exact_steps(self, config: Any) -> int:
-        if self._loses_nothing(config):
-            exact = config.steps
-        elif config.compress == "zero-one-adam":
-            exact = 0
-        else:
-            exact = min(config.steps, config.options["compress"].warmup)
-        return int(exact)
+        steps = config.steps if self._loses_nothing(config) else min(config.steps, self.plain_steps(config))
+        return int(steps)
 
     def _loses_nothing(self, config: Any) -> bool:
         own = config.options["compress"]
@@ -219,18 +214,16 @@ def _scattered(v: Any) -> bool:
 
 
 def _alone(axis: str, needed: Callable[[Any], object], words: str) -> Rule:
-    """Return the rule that an axis has one rank where that is needed."""
-    return Rule(lambda v: needed(v) and getattr(v, axis) > 1, words, f"; use {axis}=1")
+    """Return the rule that an axis has one rank where that is needed. `words` say why, with the axis as "AXIS"."""
+    return Rule(
+        lambda v: needed(v) and getattr(v, axis) > 1,
+        words.replace("AXIS", f"{axis}={{{axis}}}"),
+        f"; use {axis}=1",
+    )
 
 
-def _one_for_a_sample(axis: str) -> Rule:
-    words = f"compress={{compress}}: {axis}={{{axis}}} ranks compute one sample together, and their weights would differ"
-    return _alone(axis, lambda v: v.method.steps_locally, words)
-
-
-def _one_for_a_layer(axis: str) -> Rule:
-    words = f"compress={{compress}} needs the norms of whole layers, which {axis}={{{axis}}} cuts"
-    return _alone(axis, lambda v: v.compress == "onebit-lamb", words)
+SAMPLE = "compress={compress}: AXIS ranks compute one sample together, and their weights would differ"
+LAYER = "compress={compress} needs the norms of whole layers, which AXIS cuts"
 
 
 # What a run must meet to use a method.
@@ -282,10 +275,8 @@ METHOD = (
         "apart",
         "; use pp=1, or untie the embeddings",
     ),
-    _one_for_a_sample("cp"),
-    _one_for_a_sample("ep"),
-    _one_for_a_layer("tp"),
-    _one_for_a_layer("ep"),
+    *(_alone(axis, lambda v: v.method.steps_locally, SAMPLE) for axis in ("cp", "ep")),
+    *(_alone(axis, lambda v: v.compress == "onebit-lamb", LAYER) for axis in ("tp", "ep")),
 )
 
 

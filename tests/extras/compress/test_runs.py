@@ -9,11 +9,11 @@ import minipar
 from minipar.config.choices import AVERAGINGS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.extras.compress import CompressedMean, Sign, run_state
+from minipar.extras.compress import CompressedMean, Sign
 from minipar.extras.compress.choices import Method
 from minipar.extras.compress.compressed_buckets import parts_by_rank
 from minipar.extras.compress.lossy_reference import lossy_rows
-from minipar.extras.compress.run_state import KIND, Compressed, means_in_one_process
+from minipar.extras.compress.run_state import KIND
 from minipar.mesh import Mesh, placement_of
 from minipar.train import train
 from minipar.train.checkpoint.initial_weights import whole_model
@@ -407,15 +407,6 @@ def test_exact_steps_are_compared_and_no_others():
     assert exact_steps(config_of("onebit-adam", dp=2)) == 2
     assert exact_steps(config_of("zero-one-adam", dp=2)) == 0
     assert exact_steps(config_of("diloco")) == 1
-
-
-def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch):
-    monkeypatch.delitem(run_state.CODEC_OF, "int8")
-    for of in (Compressed, means_in_one_process):
-        with pytest.raises(
-            ValueError, match="compress=int8 has no codec; give it one in CODEC_OF of minipar.extras"
-        ):
-            of(config_of("int8", dp=2))
 
 
 def test_signs_with_block_scales_decode_zero_blocks_as_zero():
