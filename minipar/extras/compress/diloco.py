@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.data_parallel.arguments import CommOf, ParamGroup
+from minipar.data_parallel.arguments import CommOf
+from minipar.data_parallel.optimizer_interface import TorchOptimizerAdapter
 from minipar.extras.compress.compressed_buckets import Averages
 from minipar.extras.compress.plain_mean import PlainMean
 from minipar.support.errors import require_positive
 
 
-class DiLoCo:
+class DiLoCo(TorchOptimizerAdapter):
     """Wrap an inner optimizer. Once in `every` steps, an outer step synchronises the ranks' weights.
 
     d = mean over ranks of (w at the last outer step - w now)                          the outer gradient
@@ -43,27 +45,20 @@ class DiLoCo:
         reduces_warmup: bool = True,
     ):
         require_positive(every=every)
-        self.optimizer, self.every = optimizer, every
+        super().__init__(optimizer)
+        self.every = every
         self.outer_lr, self.momentum = outer_lr, momentum
         self.warmup, self.reduces_warmup = warmup, reduces_warmup
         self.num_steps = 0
         self.plain = Averages(PlainMean, comm)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.agreed: dict[Tensor, Tensor] = {p: p.detach().clone() for p in params}
+        self.agreed: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self.tensors}
         self.state = {
             p: {"velocity": torch.zeros_like(x)} if momentum else {} for p, x in self.agreed.items()
         }
 
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
     @torch.no_grad()
-    def step(self) -> bool:
-        """Step the inner optimizer, and synchronise if it is time; return whether the ranks' weights are equal now."""
+    def step(self, *, grad_scale: float = 1.0) -> None:
+        """Step the inner optimizer, and synchronise if it is time."""
         self.num_steps += 1
         warm = self.num_steps <= self.warmup
         if warm and self.reduces_warmup:
@@ -71,14 +66,12 @@ class DiLoCo:
             for param, grad in self.plain.means(grads).items():
                 param.grad = grad
         with torch.enable_grad():
-            self.optimizer.step()
+            super().step(grad_scale=grad_scale)
         if warm:
             for param, agreed in self.agreed.items():
                 agreed.copy_(param)
-        if warm or self.num_steps % self.every:
-            return warm
-        self._agree()
-        return True
+        elif self.num_steps % self.every == 0:
+            self._agree()
 
     def _agree(self) -> None:
         outer = self.plain.means({p: agreed - p for p, agreed in self.agreed.items()})
@@ -88,6 +81,25 @@ class DiLoCo:
                 velocity = self.state[param]["velocity"].mul_(self.momentum).add_(d)
                 d = d + self.momentum * velocity
             param.copy_(agreed.sub_(d, alpha=self.outer_lr))
+
+    # Checkpoints. Ranks share the outer velocity; each has its own inner state.
+
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        return iter(self.state.items())
+
+    def own_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for param in self.agreed:
+            state = self.optimizer.state.get(param, {})
+            yield param, {name: x for name, x in state.items() if x.dim()}
+
+    @torch.no_grad()
+    def resume(self, step: int, own: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Continue from the restored weights and states of step `step`, at which all ranks' weights were equal."""
+        self.num_steps = step
+        for param, agreed in self.agreed.items():
+            agreed.copy_(param)
+            if own[param]:
+                self.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": self.optimizer.state_dict(), **self._outer(), "num_steps": self.num_steps}

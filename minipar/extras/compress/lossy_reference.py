@@ -165,12 +165,9 @@ class Replay:
             _take_step(self.optimizer, self.masters, whole(before), whole(gradients), lr, divisor)
             updated = {name: master.detach().clone() for name, master in self.masters.items()}
             weights = [_compared(rank, place, x, updated) for rank, place, x in _flat(after)]
+        mean_of = {id(one): own for message, own in zip(sent, means) for one in message}
         for rank, replay in enumerate(self.ranks):
-            own_means = [
-                (message[message[0].ranks.index(rank)], own)
-                for message, own in zip(sent, means)
-                if rank in message[0].ranks
-            ]
+            own_means = [(one, mean_of[id(one)]) for one in self.seen[rank].messages[step]]
             weights += replay.step(lr, divisor, before[rank], after[rank], gradients[rank], own_means)
             averages += replay.averages
         losses, norms = ([getattr(own, name)[step] for own in self.seen] for name in ("losses", "norms"))
@@ -261,13 +258,8 @@ class _Replayed(Compressor):
         self.rank = rank
 
     def means(self, tensors: Keyed) -> Means:
-        names = [placement_of(p).name for p in tensors]
-        number = next(
-            i
-            for i, (message, _) in enumerate(self.rank.left)
-            if [place.name for place in message.placements] == names
-        )
-        message, means = self.rank.left.pop(number)
+        message, means = self.rank.left.pop(0)
+        assert [place.name for place in message.placements] == [placement_of(p).name for p in tensors]
         self.rank.averages += [
             Compared(self.rank.rank, place, got, want.clone())
             for place, got, want in zip(message.placements, message.given, tensors.values())

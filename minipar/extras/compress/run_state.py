@@ -8,7 +8,7 @@ axes may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, takewhile
@@ -104,7 +104,7 @@ class Compressed(Averager):
             inner = optimizer_cls(groups, **options)
             diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False)
             self.plain.append(diloco.plain)
-            return LocalOptimizer(diloco)
+            return diloco
         cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
         if cls is None:
             cls = partial(ZeroOneAdam, every=own.every)
@@ -119,7 +119,7 @@ class Compressed(Averager):
     def stored_parts(self, state: RankState) -> Iterator[StoredPart]:
         by_comm = chain.from_iterable(own.by_comm.items() for own in self.compressors)
         states = [(comm.rank, compressor.state()) for comm, compressor in by_comm]
-        if isinstance(state.optimizer, LocalOptimizer):
+        if isinstance(state.optimizer, DiLoCo):
             comm_of = gradient_comm(state.mesh)
             states += [(comm_of(param).rank, {param: own}) for param, own in state.optimizer.own_states()]
         for rank, found in states:
@@ -140,9 +140,9 @@ class Compressed(Averager):
                     by_comm.setdefault(comm, {})[key] = found
             for comm, states in by_comm.items():
                 compressors.of(comm).load(states)
-        if isinstance(state.optimizer, LocalOptimizer):
+        if isinstance(state.optimizer, DiLoCo):
             moments = "exp_avg", "exp_avg_sq"
-            own = {p: _read(checkpoint, moments, p, comm_of(p)) for p in state.optimizer.outer.agreed}
+            own = {p: _read(checkpoint, moments, p, comm_of(p)) for p in state.optimizer.agreed}
             state.optimizer.resume(checkpoint.step, own)
 
 
@@ -198,35 +198,6 @@ def _is_compressed(placement: Placement) -> bool:
 
 def _in_feed_forward(placement: Placement) -> bool:
     return _is_compressed(placement) and ".mlp." in placement.name
-
-
-# Optimizers that average over ranks themselves ----------------------------------------------------------------------
-
-
-class LocalOptimizer(TorchOptimizerAdapter):
-    """The `OptimizerInterface` of DiLoCo. Ranks share the outer velocity; each has its own inner state."""
-
-    def __init__(self, optimizer: DiLoCo):
-        super().__init__(optimizer)  # type: ignore[arg-type]  # no torch Optimizer, but with all that the adapter uses
-        self.outer = optimizer
-
-    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        return iter(self.outer.state.items())
-
-    def own_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for param in self.outer.agreed:
-            state = self.outer.optimizer.state.get(param, {})
-            yield param, {name: x for name, x in state.items() if x.dim()}
-
-    @torch.no_grad()
-    def resume(self, step: int, own: Mapping[Tensor, dict[str, Tensor]]) -> None:
-        """Continue from the restored weights and states of step `step`, at which all ranks' weights were equal."""
-        outer = self.outer
-        outer.num_steps = step
-        for param, agreed in outer.agreed.items():
-            agreed.copy_(param)
-            if own[param]:
-                outer.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
 
 
 # Tensors in checkpoints ---------------------------------------------------------------------------------------------

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minipar.comm.transport.messages import Message
-from minipar.extras.dry_run.record import Completed, Post, Program
-
-# (channel's name, lane, sender, receiver, number)
-Key = tuple[str, str, int, int, int]
+from minipar.extras.dry_run.record import Completed, Key, Post, Program, key_of
 
 
 def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> float:
@@ -40,11 +36,11 @@ def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> 
                     if step.send is not None:
                         start = max(now[rank], link_free[rank])
                         link_free[rank] = start + alpha + beta * step.send.num_bytes
-                        arrived[_key(rank, step.send)] = link_free[rank]
+                        arrived[key_of(rank, step.send)] = link_free[rank]
                 else:
                     post = posts[rank, step.post]
                     keys = [
-                        _key(rank, message) for message in (post.send, post.receive) if message is not None
+                        key_of(rank, message) for message in (post.send, post.receive) if message is not None
                     ]
                     if any(key not in arrived for key in keys):
                         break  # the sender's program has not come so far
@@ -54,8 +50,3 @@ def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> 
     if stuck := [rank for rank, own in steps.items() if at[rank] < len(own)]:
         raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
     return max(now.values(), default=0)
-
-
-def _key(rank: int, message: Message) -> Key:
-    sender, receiver = (rank, message.peer) if message.verb == "send" else (message.peer, rank)
-    return message.channel.name, message.lane, sender, receiver, message.number

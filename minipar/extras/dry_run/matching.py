@@ -25,7 +25,7 @@ from itertools import combinations, zip_longest
 
 from minipar.comm.transport.diagnosis import Line, MessageCounts, deadlock, unmatched_messages
 from minipar.comm.transport.messages import ChannelId, Message, Posts
-from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
+from minipar.extras.dry_run.record import Completed, Finished, Key, Make, Post, Program, Start, Step
 
 MOST_SENTENCES = 8
 
@@ -105,8 +105,6 @@ def _different_channels(programs: Sequence[Program]) -> list[str]:
 
 # Execution ----------------------------------------------------------------------------------------------------------
 
-# Identifies a message: channel, lane ("" in the grouped transport), sender, receiver, number.
-Key = tuple[ChannelId, str, int, int, int]
 # A message's posted halves, by verb: "send" and "receive". It is delivered once there are both.
 Halves = dict[str, Message]
 
@@ -214,7 +212,7 @@ class Execution:
             if message is None:
                 continue
             sends = message.verb == "send"
-            lane = "" if self.in_order else message.lane
+            lane = "" if self.in_order else message.lane  # the grouped transport has none
             count = (message.channel, lane, message.verb, message.peer)
             pair = (rank, message.peer) if sends else (message.peer, rank)
             key = (message.channel, lane, *pair, state.numbers[count])

@@ -14,6 +14,16 @@ class Refused(ValueError):
     """A dry run cannot follow the program: it reads tensor values that only a real run has, or sends unseen messages."""
 
 
+# A message's identity: its channel, lane, sender, receiver and number.
+Key = tuple[ChannelId, str, int, int, int]
+
+
+def key_of(rank: int, message: Message) -> Key:
+    """Return the identity of a message that a rank sends or receives."""
+    pair = (rank, message.peer) if message.verb == "send" else (message.peer, rank)
+    return message.channel, message.lane, *pair, message.number
+
+
 class Make(NamedTuple):
     """Make a channel."""
 

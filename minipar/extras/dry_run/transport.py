@@ -31,6 +31,7 @@ from minipar.comm.transport.transport import Transport
 from minipar.extras.dry_run.record import (
     Completed,
     Finished,
+    Key,
     Make,
     Post,
     Program,
@@ -38,11 +39,9 @@ from minipar.extras.dry_run.record import (
     Refused,
     Start,
     Step,
+    key_of,
 )
 from minipar.extras.dry_run.tensors import DryTensors
-
-# A message's identity: its channel, lane, sender, receiver and number.
-Key = tuple[ChannelId, str, int, int, int]
 
 
 class Contents:
@@ -101,7 +100,7 @@ class RecordedTransport(Transport):
                     # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
                     with _disable_current_modes():
                         value = x.detach().clone()
-                self.contents.sent[send.channel, send.lane, self.rank, send.peer, send.number] = value
+                self.contents.sent[key_of(self.rank, send)] = value
         if source is not None and out is not None and out.numel():
             if self.contents.runs(channel.key.ranks[source]):
                 receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
@@ -129,8 +128,7 @@ class RecordedTransport(Transport):
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Wait until the sender has posted a message, and copy its contents into `out`."""
-        key = message.channel, message.lane, message.peer, self.rank, message.number
-        value = self.contents.take(key)
+        value = self.contents.take(key_of(self.rank, message))
         if value is None:
             self.tensors.forget_contents(out)
         elif value.nbytes == out.nbytes:
