@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -267,11 +267,15 @@ class _Replayed(Compressor):
         return dict(zip(tensors, (x.clone() for x in means)))
 
 
-class _Ranks:
+class _Group(NamedTuple):
     """The part of a Comm that an optimizer needs if it sends nothing."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int):
-        self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(rank)
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 class _Rank:
@@ -285,18 +289,16 @@ class _Rank:
         for place, x in before:
             self.params[place.name] = nn.Parameter(x.clone())
             set_placement(self.params[place.name], place)
-        comms: dict[str, Any] = {}
         of_name: dict[str, Any] = {}
         for message in chain.from_iterable(messages):
-            comm = comms.setdefault(message.comm, _Ranks(message.ranks, rank))
-            of_name |= dict.fromkeys((place.name for place in message.placements), comm)
-        alone = _Ranks((rank,), rank)
+            group = _Group(message.comm, message.ranks)
+            of_name |= dict.fromkeys((place.name for place in message.placements), group)
         averaging = Compressed(config)
         family: OptimizerFamily = config.choice("optimizer").load()
         optimizer = averaging.make_optimizer(
             family.groups(self.params.items(), config.weight_decay),
             family.optimizer_class(),
-            lambda p: of_name.get(placement_of(p).name, alone),
+            lambda p: of_name.get(placement_of(p).name, _Group("alone", (rank,))),
             lr=config.lr,
             betas=BETAS,
         )

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minipar.comm import collectives
 from minipar.comm.transport.errors import require_device
 from minipar.extras.dry_run.assumed import ASSUMED
 from minipar.extras.dry_run.record import Refused
@@ -48,23 +49,20 @@ class AllRanks:
                 del self._running.tensors
 
     def __enter__(self) -> AllRanks:
-        replaced: dict[str, Any] = {name: self._read(getattr(Tensor, name)) for name in READS}
-        replaced |= {
-            "pin_memory": self._pin_memory(Tensor.pin_memory),
-            "data_ptr": _data_ptr(Tensor.data_ptr),
-        }
+        storage = torch.UntypedStorage
+        replaced: list[tuple[Any, str, Any]] = [
+            *((Tensor, name, self._read(getattr(Tensor, name))) for name in READS),
+            (Tensor, "pin_memory", self._in_a_rank(lambda x, *args: x, Tensor.pin_memory)),
+            (Tensor, "data_ptr", _data_ptr(Tensor.data_ptr)),
+            (storage, "data_ptr", _storage_data_ptr(storage.data_ptr)),
+            (storage, "resize_", self._resize(storage.resize_)),
+            # The tensors of a dry run are on the meta device.
+            (collectives, "require_device", self._in_a_rank(lambda *args: None, require_device)),
+            (F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)),
+        ]
         self._replaced = ExitStack()
-        for name, method in replaced.items():
-            self._replaced.enter_context(mock.patch.object(Tensor, name, method))
-        of_storages = {
-            "resize_": self._resize(torch.UntypedStorage.resize_),
-            "data_ptr": _storage_data_ptr(torch.UntypedStorage.data_ptr),
-        }
-        for name, method in of_storages.items():
-            self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, name, method))
-        self._replaced.enter_context(mock.patch("minipar.comm.collectives.require_device", self._on_device))
-        attention = _attention(F.scaled_dot_product_attention)
-        self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        for owner, name, function in replaced:
+            self._replaced.enter_context(mock.patch.object(owner, name, function))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -83,16 +81,9 @@ class AllRanks:
 
         return read
 
-    def _on_device(self, *args: Any) -> None:
-        if self._tensors() is None:  # the tensors of a dry run are on the meta device
-            require_device(*args)
-
-    def _pin_memory(self, method: Any) -> Callable[..., Tensor]:
-        def pin_memory(x: Tensor, *args: Any) -> Tensor:
-            pinned: Tensor = x if self._tensors() is not None else method(x, *args)
-            return pinned
-
-        return pin_memory
+    def _in_a_rank(self, function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls `function` on a thread that runs a rank, and `elsewhere` on any other."""
+        return lambda *args: (elsewhere if self._tensors() is None else function)(*args)
 
     def _resize(self, method: Any) -> Callable[[torch.UntypedStorage, int], Any]:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -107,21 +98,14 @@ class AllRanks:
 # Torch returns 0 as the address of all that is on the meta device, but the library compares addresses.
 
 
-def _data_ptr(method: Any) -> Callable[[Tensor], int]:
-    def data_ptr(x: Tensor) -> int:
-        inside = x.storage_offset() * x.itemsize
-        at: int = _made_up(x.untyped_storage()) + inside if x.is_meta else method(x)
-        return at
-
-    return data_ptr
+def _data_ptr(method: Any) -> Callable[[Tensor], Any]:
+    return lambda x: (
+        _made_up(x.untyped_storage()) + x.storage_offset() * x.itemsize if x.is_meta else method(x)
+    )
 
 
-def _storage_data_ptr(method: Any) -> Callable[[torch.UntypedStorage], int]:
-    def data_ptr(storage: torch.UntypedStorage) -> int:
-        at: int = _made_up(storage) if storage.device.type == "meta" else method(storage)
-        return at
-
-    return data_ptr
+def _storage_data_ptr(method: Any) -> Callable[[torch.UntypedStorage], Any]:
+    return lambda storage: _made_up(storage) if storage.device.type == "meta" else method(storage)
 
 
 def _made_up(storage: torch.UntypedStorage) -> Any:
@@ -133,15 +117,12 @@ def _made_up(storage: torch.UntypedStorage) -> Any:
     return storage._cdata << 48
 
 
-def _attention(function: Any) -> Callable[..., Tensor]:
-    def attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _attention(function: Any) -> Callable[..., Any]:
+    def attention(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         if q.is_meta and kwargs.get("attn_mask") is None:
             # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
-            kernel = aten._scaled_dot_product_flash_attention_for_cpu
-            attended: Tensor = kernel(q, *args, 0.0, kwargs["is_causal"])[0]
-            return attended
-        attended = function(q, *args, **kwargs)
-        return attended
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, *args, 0.0, kwargs["is_causal"])[0]
+        return function(q, *args, **kwargs)
 
     return attention
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ class DryTensors(LiveBytes):
         super().__init__()
         self.assumed: set[str] = set()
         self._shapes = shapes
-        # Storage that is alive -> its bytes, and a reference that tells when it is freed.
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}  # storage that is alive -> its bytes
         # CPU storages whose contents are unknown, because they were computed from tensors without values.
         self._unknown: set[int] = set()
 
@@ -157,10 +155,9 @@ class DryTensors(LiveBytes):
         key = storage._cdata
         self._sizes[key] = 0
         self.resized(key, storage.nbytes())
-        self._references[key] = weakref.ref(storage, partial(self._freed, key))
+        weakref.finalize(storage, self._freed, key)
 
-    def _freed(self, key: int, reference: object) -> None:
-        del self._references[key]
+    def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
     def resized(self, key: int, num_bytes: int) -> None:
