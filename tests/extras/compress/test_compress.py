@@ -143,15 +143,6 @@ def test_a_scattered_mean_sends_half_and_loses_nothing_with_feedback(name, sizes
         assert (found - true).abs().max() < 1e-4 if len(true) else True
 
 
-def test_without_compression_it_is_the_mean():
-    def whole(world):
-        got = CompressedMean(world, TopK(1.0))(vector(50, world.rank))
-        return got, world.all_reduce(vector(50, world.rank), "mean")
-
-    for got, want in minipar.run(whole, world_size=3):
-        assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)
-
-
 def test_nan_and_inf_are_never_encoded():
     def refused(world, value):
         mean = CompressedMean(world, Sign())
@@ -264,61 +255,9 @@ def loss_of(model, rank: int, step: int) -> torch.Tensor:
     return (model(x) - x[:, :2] * 2).square().mean()
 
 
-def onebit(world, warmup, steps):
-    model, plain = net(), net()
-    optimizer = OneBitAdam(model.parameters(), world, warmup, lr=1e-2)
-    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        for m, o in ((model, optimizer), (plain, adam)):
-            o.zero_grad()
-            loss = loss_of(m, world.rank, step)
-            loss.backward()
-            if o is adam:
-                flat = torch.cat([p.grad.flatten() for p in plain.parameters()])
-                parts = world.all_reduce(flat, "mean").split([p.numel() for p in plain.parameters()])
-                for p, part in zip(plain.parameters(), parts):
-                    p.grad = part.view_as(p)
-            o.step()
-        losses.append(loss_of(model, 9, 0).item())
-    pair = [[p.detach() for p in m.parameters()] for m in (model, plain)]
-    return pair, losses
-
-
-def test_the_warm_up_is_adam_bit_for_bit():
-    for (ours, adam), _ in minipar.run(onebit, 10, 10, world_size=2):
-        assert all(torch.equal(a, b) for a, b in zip(ours, adam))
-
-
-@pytest.mark.thorough
-def test_one_bit_adam_goes_on_learning_on_replicas_that_stay_equal():
-    ranks = minipar.run(onebit, 40, 160, world_size=2)
-    (first, adam), losses = ranks[0]
-    assert all(torch.equal(a, b) for (ours, _), _ in ranks for a, b in zip(ours, first))
-    assert not all(torch.equal(a, b) for a, b in zip(first, adam))
-    assert losses[-1] < 0.8 * losses[39]
-
-
 def test_one_bit_adam_needs_a_warm_up():
     with pytest.raises(ValueError, match="warmup=0; use at least 1"):
         OneBitAdam(net().parameters(), None, warmup=0)
-
-
-def quadratic(world, feedback):
-    """Gradient descent by signs on a convex function whose curvatures are far apart; each rank has its own minimum."""
-    mean, w = CompressedMean(world, Sign(), feedback), torch.zeros(64)
-    target, curvature = vector(64, world.rank), torch.logspace(-2, 0, 64)
-    for step in range(600):
-        w = w - 0.5 * (1 - step / 600) * mean(curvature * (w - target))
-    best = world.all_reduce(target, "mean")
-    return (curvature * (w - best).square()).sum().item() / (curvature * best.square()).sum().item()
-
-
-@pytest.mark.thorough
-def test_signs_reach_the_optimum_with_error_feedback_and_not_without():
-    with_feedback = minipar.run(quadratic, True, world_size=2)[0]
-    without = minipar.run(quadratic, False, world_size=2)[0]
-    assert with_feedback < 0.02 < without
 
 
 def local(world, every, outer_lr, momentum, steps):
@@ -388,20 +327,6 @@ def test_the_outer_step_is_torchs_nesterov_after_any_warm_up(warmup):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_residuals_are_state_of_their_rank():
-    def saved(world):
-        mean = CompressedMean(world, Sign())
-        first = [mean(vector(30, world.rank + 3 * i)) for i in range(4)]
-        again = CompressedMean(world, Sign())
-        [again(vector(30, world.rank + 3 * i)) for i in range(2)]
-        resumed = CompressedMean(world, Sign())
-        resumed.load(again.state())
-        rest = [resumed(vector(30, world.rank + 3 * i)) for i in (2, 3)]
-        return all(torch.equal(a, b) for a, b in zip(first[2:], rest))
-
-    assert all(minipar.run(saved, world_size=2))
-
-
 # In DDP -----------------------------------------------------------------------------------------------------------
 
 
@@ -435,17 +360,6 @@ def test_ddp_with_a_codec_that_loses_nothing_is_ddp(reduce):
         ):
             assert used == 1
             assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(params, want))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
-def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
-    plain = minipar.run(by_ddp, None, "mean", 60, world_size=2)
-    ranks = minipar.run(by_ddp, compress, "mean", 60, world_size=2)
-    start = loss_of(net(), 9, 0).item()
-    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0]))
-    assert ranks[0][1] < 0.5 * start + 0.5 * plain[0][1]
-    assert ranks[0][2] < 0.8 * plain[0][2]
 
 
 def test_fsdp_refuses_second_reductions_and_averages_whole_gradients():

@@ -232,18 +232,19 @@ def test_a_planted_fault_is_not_the_papers_algorithm(fault, make, paper):
 # Warm-up, traffic, replicas -----------------------------------------------------------------------------------------
 
 
-def test_the_warm_up_of_one_bit_lamb_is_lamb_bit_for_bit():
+@pytest.mark.parametrize(("onebit", "plain"), [(OneBitLamb, Lamb), (OneBitAdam, torch.optim.AdamW)])
+def test_a_warm_up_is_the_plain_optimizer_bit_for_bit(onebit, plain):
     def both(world):
         ours, theirs = start(), start()
-        onebit = OneBitLamb(ours, world, warmup=9, lr=LR, weight_decay=0.1)
-        lamb = Lamb(theirs, lr=LR, weight_decay=0.1)
+        mine = onebit(ours, world, warmup=9, lr=LR, weight_decay=0.1)
+        other = plain(theirs, lr=LR, weight_decay=0.1)
         for step in range(9):
             grads = [gradient(world.rank, step, i, s) for i, s in enumerate(SHAPES)]
             whole = world.all_reduce(torch.cat([g.flatten() for g in grads]), "mean").split([24, 5])
             for p, q, g, mean in zip(ours, theirs, grads, whole):
                 p.grad, q.grad = g, mean.view(q.shape)
-            onebit.step()
-            lamb.step()
+            mine.step()
+            other.step()
         return all(torch.equal(p, q) for p, q in zip(ours, theirs))
 
     assert minipar.run(both, world_size=2) == [True, True]

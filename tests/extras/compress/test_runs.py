@@ -184,13 +184,6 @@ def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero, fault):
     assert next((row.what for row in rows if not row.equal), None) == FAULTS[fault]
 
 
-def test_zero_1_of_a_run_has_the_losses_of_zero_0():
-    configs = [config_of(method, dp=2, zero=zero) for method in ("sign", "powersgd") for zero in (0, 1)]
-    (sign0, sign1, power0, power1) = minipar.run(run_all, configs, load_data(BASE)[0], world_size=2)[0]
-    assert sign0[0] == pytest.approx(sign1[0], rel=1e-6)
-    assert power0[0] == pytest.approx(power1[0], rel=1e-6)
-
-
 def test_a_warm_up_is_uncompressed_to_the_bit():
     configs = [replace(BASE, dp=2), config_of("sign", {"warmup": BASE.steps}, dp=2)]
     (plain, warm) = minipar.run(run_all, configs, load_data(BASE)[0], world_size=2)[0]

@@ -1,7 +1,5 @@
 """Sketches: sums of sketches, what can be recovered, thresholds, and the mean that ranks add up on the way."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -186,21 +184,6 @@ def test_a_scattered_mean_has_its_bytes_and_loses_nothing(sizes, threshold, feed
         found += residuals.get("w", torch.zeros(len(true))) / size
     if feedback and sum(sizes):
         assert (found - true).abs().max() < 1e-12
-
-
-def test_a_state_goes_on_where_it_was():
-    def stopped(world):
-        make = partial(SketchedMean, world, choose_by(True, 0.2), 0.5)
-        key, means = torch.zeros(90), (make(), make())
-        for step in range(2):
-            means[0]({key: vector(90, 10 * step + world.rank)}[key], key)
-        means[1].load(means[0].state())
-        x = vector(90, 30 + world.rank)
-        return torch.equal(means[0](x, key), means[1](x, key)), float(means[1](x, key).abs().sum())
-
-    for same, size in minipar.run(stopped, world_size=2):
-        assert same
-        assert size > 0
 
 
 # Planted faults ----------------------------------------------------------------------------------------------------
