@@ -9,6 +9,7 @@ They are said in the report. A specification names those that it knows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,9 @@ def conventions(*names: str) -> Callable[[Any], Any]:
                 (implementation,),
                 {"conventions": both, "__module__": implementation.__module__},
             )
-        stating: Any = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
+        stating: Any = copy(implementation)  # of an object, with its methods; of a function, itself
+        if stating is implementation:
+            stating = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
         stating.conventions = both
         return stating
 
@@ -50,7 +53,7 @@ def conventions(*names: str) -> Callable[[Any], Any]:
 
 def stated(implementation: Any) -> tuple[str, ...]:
     """Return the conventions that an implementation states, or that those of several functions state together."""
-    several = (
-        vars(implementation).values() if isinstance(implementation, SimpleNamespace) else [implementation]
-    )
+    several = [implementation]
+    if isinstance(implementation, SimpleNamespace):
+        several += vars(implementation).values()
     return tuple(dict.fromkeys(name for one in several for name in getattr(one, "conventions", ())))

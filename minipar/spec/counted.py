@@ -16,12 +16,15 @@ shared memory of its own.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -55,12 +58,18 @@ class Posted(TorchDispatchMode):
     """Context manager that calls book(kind, messages to world ranks) for each send and collective of torch.distributed.
 
     Those by which a Comm sends its messages are left out. `most`: None, or the largest number of ranks that a group may
-    have: more are those of torch's default group, of which some do not take part, so that all would wait.
+    have: more are those of torch's default group, of which some do not take part, so that all would wait. `waited` is
+    called for each wait for a functional collective.
     """
 
-    def __init__(self, book: Callable[[str, Messages], None], most: int | None = None):
+    def __init__(
+        self,
+        book: Callable[[str, Messages], None] = lambda kind, messages: None,
+        most: int | None = None,
+        waited: Callable[[], None] = lambda: None,
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._book, self._most = book, most
+        self._book, self._most, self._waited = book, most, waited
 
     def __enter__(self) -> Posted:
         ACTIVE.append(self)
@@ -77,6 +86,8 @@ class Posted(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(function, "namespace", "") in ("c10d", "_c10d_functional"):
             given = dict(zip((argument.name for argument in function._schema.arguments), args)) | kwargs
+            if function._opname == "wait_tensor":
+                self._waited()
             group = _group(given)
             if group is not None and not _is_of_a_comm():
                 self._see(function._opname, given, group)
@@ -177,10 +188,11 @@ def _group(given: Mapping[str, Any]) -> Any:
 def _is_of_a_comm() -> bool:
     """Return whether a Comm is about to send a message, which it counts: whether its code is the first that is not torch's.
 
-    A mode around this one is called from here.
+    Modes around this one are called from here and from minipar.support.
     """
+    ours = ("torch.", "minipar.support.", __name__)
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", __name__)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").startswith(
         ("minipar.comm.", "minipar.spec.own_comm")
@@ -189,7 +201,38 @@ def _is_of_a_comm() -> bool:
 
 def within(comm: Comm) -> Posted:
     """Return a context in which torch.distributed is refused on groups of more ranks than `comm` has."""
-    return Posted(lambda kind, messages: None, comm.size)
+    return Posted(most=comm.size)
+
+
+@contextmanager
+def recording(comm: Comm, events: list[tuple[str, int]]) -> Iterator[Comm]:
+    """Add ("launch", bytes) and ("wait", 0) to `events` for what is reduced or gathered. A broadcast is neither.
+
+    Yields a copy of `comm`, whose collectives are seen as torch's are.
+    """
+
+    def posted(kind: str, messages: Messages) -> None:
+        if kind != "broadcast":
+            events.append(("launch", sum(n for _, n in messages)))
+
+    def waited(wait: Callable[..., Any] = lambda: None, *args: Any) -> Any:
+        if not _is_of_a_comm():
+            events.append(("wait", 0))
+        return wait(*args)
+
+    def called(
+        collective: Callable[..., Any], x: Tensor, *args: Any, async_op: bool = False, **options: Any
+    ) -> Any:
+        events.append(("launch", x.nbytes))
+        handle = SimpleNamespace(wait=partial(waited, collective(x, *args, async_op=True, **options).wait))
+        return handle if async_op else handle.wait()
+
+    other, wait = copy.copy(comm), dist.Work.wait
+    for name in ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather"):
+        if hasattr(comm, name):
+            setattr(other, name, partial(called, getattr(comm, name)))
+    with patch.object(dist.Work, "wait", lambda *args: waited(wait, *args)), Posted(posted, waited=waited):
+        yield other
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.spec.counted import Posted
+from minipar.spec.counted import recording
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Body, Specification, Stage, every
 from minipar.spec.training import (
     DRAWN,
+    SGD,
     Branches,
-    Event,
     Mixed,
     Net,
     Options,
@@ -24,13 +24,11 @@ from minipar.spec.training import (
     frozen,
     loss_of,
     or_refused,
-    recording,
     reduced_bytes,
     samples,
     trains,
     varied,
 )
-from minipar.spec.words import first, grad_of, mismatch
 
 
 def _start(make: Implementation, net: nn.Module, world: Comm, cls: Any, options: Options) -> Trainee:
@@ -39,27 +37,36 @@ def _start(make: Implementation, net: nn.Module, world: Comm, cls: Any, options:
     return Trainee(wrapped, optimizer, finish=getattr(wrapped, "finish_gradients", lambda: None))
 
 
+WIDTH = 20
+LAYER_BYTES = WIDTH * (WIDTH + 1) * 8
+
+
+def _layers(seed: int) -> nn.Module:
+    """Return five layers, each of which is a bucket."""
+    net = chain(seed, WIDTH, 5)
+    net.bucket_mb = LAYER_BYTES / 2**20
+    return net
+
+
 def _overlaps(world: Comm, make: Implementation) -> str | None:
     """Check that buckets start during the backward, without a wait before it ends."""
-    events: list[Event] = []
-    net = chain(0, width=20, depth=5)
-    for i, layer in enumerate(net):
+    events: list[tuple[str, int]] = []
+    net = _layers(0)
+    for layer in net.children():
         weight = layer.get_parameter("weight")
-        weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
-    wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # one layer per bucket
-    for _ in range(2):  # buckets may be made in the first backward
-        net.zero_grad()
-        events.clear()
-        with Posted(lambda kind, messages: events.append(("launch", sum(n for _, n in messages)))):
-            loss_of(wrapped(samples(world.rank, 0, 20))).backward()
-        gradients_come = len(events)
-        getattr(wrapped, "finish_gradients", lambda: None)()
-    del events[gradients_come:]
-    last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=-1)
-    early = [what for what, _ in events[:last]]
-    if "launch" not in early:
+        weight.register_post_accumulate_grad_hook(lambda _: events.append(("gradient", 0)))
+    with recording(world, events) as comm:
+        trainee = _start(make, net, comm, *SGD)
+        for _ in range(2):  # buckets may be made in the first backward
+            net.zero_grad()
+            loss = loss_of(trainee.forward(samples(world.rank, 0, WIDTH)))
+            events.clear()
+            loss.backward()
+            trainee.finish()
+    last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=0)
+    if sum(num_bytes for what, num_bytes in events[:last] if what == "launch") < LAYER_BYTES / 2:
         return f"rank {world.rank}: nothing is sent before the last gradient is there: no overlap"
-    if "wait" in early:
+    if ("wait", 0) in events[:last]:
         return f"rank {world.rank}: it waits before the last gradient is there: no overlap"
     return None
 
@@ -69,23 +76,11 @@ def _buckets(world: Comm, make: Implementation) -> str | None:
 
     Buckets have equal sizes, so that ranks that start them in different orders add other layers' gradients to their own.
     """
-    net, one = (chain(0, width=20, depth=5) for _ in range(2))
-    wrapped = make(net, world, bucket_mb=20 * 21 * 8 / 2**20)
-    loss_of(wrapped(samples(world.rank, 0, 20))).backward()
-    getattr(wrapped, "finish_gradients", lambda: None)()
-    for r in range(world.size):
-        (loss_of(one(samples(r, 0, 20))) / world.size).backward()
-    wanted = dict(one.named_parameters())
-    found = (
-        mismatch(
-            f"rank {world.rank}: with a bucket for each layer, the gradient of {name}",
-            p.grad,
-            grad_of(wanted[name]),
-        )
-        for name, p in reversed(list(net.named_parameters()))
+    words = trains(world, make, _start, (_layers,), width=WIDTH)
+    return words and (
+        f"{words}: with a bucket for each layer; is every bucket reduced, and are they started in the same order on all "
+        "ranks?"
     )
-    words = first(found)
-    return words and f"{words}; is every bucket reduced, and are they started in the same order on all ranks?"
 
 
 def as_wrapper(average_gradients: Implementation) -> type[nn.Module]:

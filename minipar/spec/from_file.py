@@ -80,10 +80,12 @@ class Note(NamedTuple):
 
     conventions  those that the implementation states
     sent         bytes that rank 0 sent through torch.distributed when they were last counted, by kind
+    asked        whether rank 0 called the implementation
     """
 
     conventions: tuple[str, ...]
     sent: dict[str, int]
+    asked: bool
 
 
 Subject = Implementation | FromFile | OnComm  # what is checked
@@ -95,26 +97,26 @@ def checked(
     implementation: Subject,
     writes: tuple[int, ...] | None = (),
     groupings: Sequence[Sequence[Sequence[int]]] | None = None,
-    with_comm: bool = True,
+    guarded: bool = False,
 ) -> str | None:
     """Load the implementation, if it is in a file, and return body(world, implementation), or what was written to.
 
     writes      the arguments, by position, that the implementation may write to; None: nothing is watched
     groupings   run the body in this rank's group of each of these in turn, and not on the world
-    with_comm   False: body(implementation)
+    guarded     refuse torch.distributed on groups of more ranks than the Comm has, for which the rest would wait
 
     Raises Hangs where this takes too long.
     """
     if isinstance(implementation, OnComm):
         with implementation.entered(world) as other:
-            return checked(other, body, implementation.implementation, writes, groupings, with_comm)
+            return checked(other, body, implementation.implementation, writes, groupings)
     trace, trace_to, limit_s = Trace(), None, COMPUTING_S
     if isinstance(implementation, FromFile):
         limit_s, trace_to = implementation.limit_s, implementation.trace_to
     if trace_to is not None:
         world.barrier()
         world.trace = trace
-    said: tuple[str, ...] = ()
+    witness, said = Witness(), tuple[str, ...]()
     with deadline(limit_s), on_device(world):
         try:
             if isinstance(implementation, FromFile):
@@ -122,22 +124,19 @@ def checked(
             said = stated(implementation)
             witness = Witness(writes, said)
             watched = Watched(implementation, witness)
-            if with_comm and world.size == 1 and "two ranks or more" in said:
+            if world.size == 1 and "two ranks or more" in said:
                 return None
-            for comm in _comms(world, groupings):
-                if hasattr(comm, "process_group"):
-                    witness.around = partial(within, comm)
-                words = body(comm, watched) if with_comm else body(watched)
+            for number, comm in enumerate(_comms(world, groupings)):
+                guard = guarded and number == 0 and hasattr(comm, "process_group")
+                with within(comm) if guard else nullcontext():
+                    words = body(comm, watched)
                 if words := witness.written() or words:  # what was written to may be why the rest is wrong
-                    return (
-                        words if words.startswith("rank") or not with_comm else f"rank {comm.rank}: {words}"
-                    )
+                    return words if words.startswith("rank") else f"rank {comm.rank}: {words}"
             return None
         finally:
             if world.rank == 0 and hasattr(world, "report"):
-                world.report(
-                    Note(said, {kind: n for kind, n in world.traffic.by_kind.items() if TORCHS in kind})
-                )
+                sent = {kind: n for kind, n in world.traffic.by_kind.items() if TORCHS in kind}
+                world.report(Note(said, sent, witness.asked))
             if trace_to is not None:
                 file = Path(trace_to) / f"{world.rank}-of-{world.size}.json"
                 file.write_text(json.dumps(trace.spans))

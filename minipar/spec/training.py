@@ -6,7 +6,6 @@ users do: forget gradients without a step, evaluate under no_grad, accumulate tw
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from minipar.spec.from_file import Implementation
 from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, PLAIN, Kind
 from minipar.spec.words import first, generator, grad_of, in_words, mismatch, normal
 
-Event = tuple[str, Any]
 Options = Mapping[str, Any]
 
 
@@ -338,40 +336,3 @@ def reduced_bytes(world: Comm, implementation: Implementation, start: Start) -> 
             f"2(p-1)/p of them, by a reduce-scatter and an all-gather, {formula:.0f}"
         )
     return None
-
-
-class _Recorded:
-    """A handle that appends to `events` when it is waited for."""
-
-    def __init__(self, handle: Any, events: list[Event], name: str):
-        self._handle, self._events, self._name = handle, events, name
-
-    def wait(self) -> Any:
-        self._events.append(("wait", self._name))
-        return self._handle.wait()
-
-
-def recording(comm: Comm, events: list[Event]) -> Comm:
-    """Return a copy of `comm` whose reductions and gathers add ("launch", bytes) and ("wait", collective) to `events`."""
-    other = copy.copy(comm)
-    for name in ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather"):
-        if hasattr(comm, name):
-            setattr(other, name, partial(_call, getattr(comm, name), name, events))
-    return other
-
-
-def _call(
-    collective: Callable[..., Any],
-    name: str,
-    events: list[Event],
-    x: Tensor,
-    *args: Any,
-    async_op: bool = False,
-    **options: Any,
-) -> Any:
-    events.append(("launch", x.nbytes))
-    result = collective(x, *args, async_op=async_op, **options)
-    if async_op:
-        return _Recorded(result, events, name)
-    events.append(("wait", name))
-    return result

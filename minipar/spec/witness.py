@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -26,7 +25,7 @@ class Kept(NamedTuple):
 
 
 class Witness:
-    """Keeps what was seen.
+    """Keeps what was seen, and whether the implementation was `asked` anything.
 
     writes       the arguments, by position, that may be written to; None: it sees nothing
     conventions  those of the implementation, which gets copies if it works in place
@@ -34,7 +33,7 @@ class Witness:
 
     def __init__(self, writes: tuple[int, ...] | None = (), conventions: tuple[str, ...] = ()):
         self.writes, self.conventions, self.kept = writes, conventions, list[Kept]()
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the next call alone
+        self.asked = False
 
     def keep(self, value: Any, words: str) -> None:
         """Keep a tensor, or a list or dict with what is in it."""
@@ -60,13 +59,12 @@ class Watched:
         self.conventions = witness.conventions
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        self._witness.asked = True
         names = _names(self._watched, args, options)
         if "in place" in self._witness.conventions:  # on copies: the question keeps its tensors
             args = tuple(x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in args)
-        around, self._witness.around = self._witness.around, nullcontext
         if self._witness.writes is None:
-            with around():
-                return self._watched(*args, **options)
+            return self._watched(*args, **options)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
         for place, value in given:
             if place not in self._witness.writes and "in place" not in self._witness.conventions:
@@ -74,8 +72,7 @@ class Watched:
                 self._witness.keep(
                     value, f"{name}{_shape(value)} was written to; the caller may still need it"
                 )
-        with around():
-            result = self._watched(*args, **options)
+        result = self._watched(*args, **options)
         for y in result if isinstance(result, tuple) else (result,):
             self._witness.keep(y, f"a later call wrote to the result{_shape(y)} of an earlier one")
             if isinstance(y, Tensor) and y.requires_grad:

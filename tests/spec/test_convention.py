@@ -1,12 +1,15 @@
 """Conventions are stated by an implementation, not held against it, and said; what no convention excuses is red."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from minipar.simple import autograd, continuous, pipeline, tensor_parallel
 from minipar.spec import SPECIFICATIONS, check, conventions
 from minipar.spec.convention import CONVENTIONS
 
@@ -99,6 +102,38 @@ def test_what_is_not_stated_is_held_against_an_implementation(convention):
     report = check(name, implementation)
     assert report.first_wrong is not None, "it was called right"
     assert re.search(words, report.first_wrong.words), str(report)
+
+
+def strided_inputs_fail(comm, module, loss_fn, inputs, targets, m, shape, dtype):
+    if inputs is not None and not inputs.is_contiguous():
+        inputs = inputs * 0
+    return pipeline.gpipe(comm, module, loss_fn, inputs, targets, m, shape, dtype)
+
+
+def test_contiguous_results_excuse_no_strided_input():
+    report = check("pipeline_gpipe", conventions("contiguous")(strided_inputs_fail), ["varied"])
+    assert "not contiguous" in str(report)
+
+
+def test_a_stage_that_was_never_asked_is_not_met():
+    stated = conventions("two ranks or more")(autograd.all_reduce)
+    report = check("mlp", stated, ["runs"])
+    assert not report.ok
+    assert str(report) == "mlp: 0 of 1 stages met, by convention: two ranks or more; runs: it was not asked"
+    stated = conventions("two ranks or more")(partial(tensor_parallel.mlp))
+    assert ": right, in 1 of 2 stages, by convention" in str(check("mlp", stated, ["runs", "small"]))
+
+
+class Scheduler:
+    plan, advance = staticmethod(continuous.plan), staticmethod(continuous.advance)
+
+
+def test_an_object_that_states_a_convention_keeps_its_methods():
+    for one in (Scheduler(), SimpleNamespace(plan=continuous.plan, advance=continuous.advance)):
+        report = check("scheduler_step", conventions("in place")(one), ["small"])
+        assert report.ok, str(report)
+        assert "by convention: in place" in str(report)
+        assert not hasattr(one, "conventions")
 
 
 @pytest.mark.parametrize("convention", ["in place", "two ranks or more"])

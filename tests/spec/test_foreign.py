@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from minipar.simple import autograd
 from minipar.spec import check, conventions
 
 ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters"
@@ -54,6 +57,50 @@ def ddp_that_ignores_one(module, comm, bucket_mb=25.0):
     return DistributedDataParallel(module, process_group=comm.process_group(), bucket_cap_mb=bucket_mb)
 
 
+class ByHand(nn.Module):
+    """DDP with a blocking all_reduce for each parameter, in the order of a chain's backward."""
+
+    def __init__(self, module, comm, bucket_mb=25.0):
+        super().__init__()
+        self.module, self.group = module, comm.process_group()
+        for p in module.parameters():
+            dist.broadcast(p.data, group_src=0, group=self.group)
+
+    def forward(self, x):
+        return self.module(x)
+
+    def average(self, p):
+        dist.all_reduce(p.grad, group=self.group)
+        p.grad /= dist.get_world_size(self.group)
+
+
+class AtTheEnd(ByHand):
+    """What it sends before the last gradient is there is a broadcast in its forward."""
+
+    def forward(self, x):
+        dist.broadcast(torch.zeros(1), group_src=0, group=self.group)
+        return self.module(x)
+
+    def finish_gradients(self):
+        for p in self.module.parameters():
+            self.average(p)
+
+
+class InHooks(ByHand):
+    """Each hook waits for its all_reduce."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for p in self.module.parameters():
+            p.register_post_accumulate_grad_hook(self.average)
+
+
+class InFunctionalHooks(InHooks):
+    def average(self, p):
+        p.grad = functional.all_reduce(p.grad, "sum", self.group).wait()
+        p.grad /= dist.get_world_size(self.group)
+
+
 def gathers_weights(comm, x, gate, up, down):
     mesh = DeviceMesh.from_group(comm.process_group(), "cpu")
     parts = ((gate, 0), (up, 0), (down, 1))
@@ -90,6 +137,9 @@ WRONG = [
     ("all_reduce", sent_to_each, ["bytes"], "torch's broadcast as a binomial tree"),
     ("average_gradients", all_but_the_last, None, "gradient of last.bias"),
     ("ddp", ddp_that_ignores_one, ["small"], "first.weight"),
+    ("ddp", AtTheEnd, ["order"], "nothing is sent before the last gradient"),
+    ("ddp", InHooks, ["order"], "waits before the last gradient"),
+    ("ddp", InFunctionalHooks, ["order"], "waits before the last gradient"),
     ("mlp", gathers_weights, ["bytes"], "torch's all_gather as a ring"),
     ("fsdp", one_unit, ["memory"], "units of .* bytes are not freed"),
     (
@@ -117,10 +167,28 @@ def on_the_default_group(comm, x):
     return y
 
 
-def test_the_default_group_of_more_ranks_is_refused_by_name():
+class SumsGradientsOnTheDefaultGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return on_the_default_group(None, dy)
+
+
+def copy_on_the_default_group(comm, x, gate, up, down):
+    x = SumsGradientsOnTheDefaultGroup.apply(x)
+    return autograd.all_reduce(comm, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("all_reduce", on_the_default_group), ("mlp", copy_on_the_default_group)]
+)
+def test_the_default_group_of_more_ranks_is_refused_by_name(name, wrong):
     report = check("all_reduce", all_reduce, ["runs"])  # starts three ranks
     assert report.ok, str(report)
-    words = str(check("all_reduce", on_the_default_group, ["drawn"]))
+    words = str(check(name, wrong, ["drawn"]))
     assert re.search(
         r"is on a group of \d ranks, and comm has 1: pass group=comm.process_group\(\)", words
     ), words

@@ -823,7 +823,7 @@ RIGHT = {
 WORDS = {
     "ddp": {
         "one bucket": "nothing is sent before the last gradient",
-        "swaps two buckets": r"with a bucket for each layer, .*is wrong.*started in the same order",
-        "first bucket alone": "with a bucket for each layer, .*is every bucket reduced",
+        "swaps two buckets": r"is wrong.*with a bucket for each layer; .*started in the same order",
+        "first bucket alone": "with a bucket for each layer; is every bucket reduced",
     },
 }
