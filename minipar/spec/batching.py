@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification, Stage, StageName
 from minipar.spec.words import first
 
 
@@ -293,34 +293,32 @@ def _served(scheduler: Any, case: Case) -> str | None:
     return f"after {most} steps the texts {unfinished} are not finished: {case}"
 
 
+CASES: dict[StageName, list[Case]] = {
+    "runs": [Case([], 1, 1, 1), Case([(0, 1, 1)], 1, 2, 1)],
+    "small": [
+        Case([(0, 3, 2)], 3, 2, 2),  # a prompt in chunks, then a decode
+        Case([(0, 2, 2), (0, 2, 2)], 4, 2, 4),
+        Case([(0, 2, 3), (1, 4, 1)], 5, 2, 3),  # a decode before a prompt
+        Case([(0, 2, 4), (0, 2, 4)], 3, 2, 8),  # one of them must give up its blocks
+    ],
+    "drawn": [Case.drawn(seed) for seed in range(200)],
+    "varied": [
+        Case([(i // 3, 1 + 7 * i % 40, 1 + 5 * i % 23) for i in range(30)], 20, 4, 16),
+        Case([(0, 300, 3), (0, 1, 50), (2, 40, 40)], 30, 16, 64),
+        Case([(0, 8, 9)] * 9, 5, 4, 9),
+    ],
+}
+
+
 def _each(scheduler: Any, cases: list[Case]) -> str | None:
     return first(_served(scheduler, case) for case in cases)
 
-
-RUNS = [Case([], 1, 1, 1), Case([(0, 1, 1)], 1, 2, 1)]
-SMALL = [
-    Case([(0, 3, 2)], 3, 2, 2),  # a prompt in chunks, then a decode
-    Case([(0, 2, 2), (0, 2, 2)], 4, 2, 4),
-    Case([(0, 2, 3), (1, 4, 1)], 5, 2, 3),  # a decode before a prompt
-    Case([(0, 2, 4), (0, 2, 4)], 3, 2, 8),  # one of them must give up its blocks
-]
-DRAWN = [Case.drawn(seed) for seed in range(200)]
-VARIED = [
-    Case([(i // 3, 1 + 7 * i % 40, 1 + 5 * i % 23) for i in range(30)], 20, 4, 16),
-    Case([(0, 300, 3), (0, 1, 50), (2, 40, 40)], 30, 16, 64),
-    Case([(0, 8, 9)] * 9, 5, 4, 9),
-]
 
 SPECIFICATIONS = [
     Specification(
         "scheduler_step",
         "plan(pool, waiting, budget) -> [(text, tokens), ...]; advance(pool, pieces, chosen)",
         "Each step reads tokens of several texts within the budget and the blocks; finished texts leave at once.",
-        (
-            Stage("runs", partial(_each, cases=RUNS), ()),
-            Stage("small", partial(_each, cases=SMALL), ()),
-            Stage("drawn", partial(_each, cases=DRAWN), ()),
-            Stage("varied", partial(_each, cases=VARIED), ()),
-        ),
+        tuple(Stage(name, partial(_each, cases=cases), ()) for name, cases in CASES.items()),
     )
 ]

@@ -23,6 +23,7 @@ from minipar.runtime.caller import is_own
 from minipar.spec.convention import stated
 from minipar.spec.counted import TORCHS, within
 from minipar.spec.witness import Watched, Witness
+from minipar.spec.words import Wrong
 from minipar.support.trace import Span, Trace
 
 Implementation = Callable[..., Any]  # with the signature that the specification gives
@@ -129,7 +130,10 @@ def checked(
             for number, comm in enumerate(_comms(world, groupings)):
                 guard = guarded and number == 0 and hasattr(comm, "process_group")
                 with within(comm) if guard else nullcontext():
-                    words = body(comm, watched)
+                    try:
+                        words = body(comm, watched)
+                    except Wrong as error:
+                        words = str(error)
                 if words := witness.written() or words:  # what was written to may be why the rest is wrong
                     return words if words.startswith("rank") else f"rank {comm.rank}: {words}"
             return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +10,12 @@ from torch import Tensor
 from minipar.model.attention import plain_attention
 from minipar.spec.from_file import Implementation
 from minipar.spec.memory import held_bytes, storages
-from minipar.spec.specification import Specification, Stage
-from minipar.spec.varied import KINDS, PLAIN, Kind
-from minipar.spec.words import first, generator, mismatch, normal
+from minipar.spec.question import Asked, Given, Question, specification
+from minipar.spec.specification import Stage
+from minipar.spec.varied import KINDS, Kind
+from minipar.spec.words import generator, normal
 
-# Multiplies queries and keys, so that scores are in the hundreds: exp overflows unless the maximum is subtracted.
-HUNDREDS = 30.0
+HUNDREDS = Kind("with scores of hundreds", scale=30.0)
 
 
 class Cut(NamedTuple):
@@ -24,118 +23,101 @@ class Cut(NamedTuple):
 
     length: int
 
-    def __str__(self) -> str:
-        return f"cut to {self.length}"
 
-
-Use = int | Cut  # a number of new tokens, or a cut
-SMALL: list[list[Use]] = [[2], [1, 1], [3, 1], [2, 3], [3, 2, Cut(3), 1]]
-DRAWN: list[list[Use]] = [
-    [1, 1, 1, 1],
-    [5, 1, 1],
-    [3, 0, 1],
-    [0, 2],
-    [1, 4, 2],
-    [4, Cut(4), 2],
-    [4, Cut(0), 2, 1],
-    [3, 3, Cut(4), 1, Cut(4), 2],
+Text = list[int | Cut]  # numbers of new tokens, and cuts
+# By seed: the texts, for each of which there are two new caches.
+TEXTS: list[list[Text]] = [
+    [[1]],
+    [[2], [1, 1], [3, 1], [2, 3], [3, 2, Cut(3), 1]],
+    [[1, 1, 1, 1], [5, 1, 1], [3, 0, 1], [0, 2]],
+    [[1, 4, 2], [4, Cut(4), 2], [4, Cut(0), 2, 1]],
+    [[3, 3, Cut(4), 1, Cut(4), 2]],
+    [[4, 1, 3]],
 ]
-LARGE: list[Use] = [70, 1, 33, Cut(90), 1]
+LARGE: Text = [70, 1, 33, Cut(90), 1]
 
 
-class Case(NamedTuple):
-    """The uses of one cache, and the queries, keys and values of its tokens, [B, H, tokens, d]."""
-
-    uses: list[Use]
-    tensors: list[Tensor]
-
-    @classmethod
-    def of(cls, uses: list[Use], seed: int, kind: Kind = PLAIN, scale: float = 1.0) -> Case:
-        num_tokens = sum(use for use in uses if not isinstance(use, Cut))
-        B, H, d = 1 + seed % 3, 1 + seed % 2 * 2, 3 + seed % 2 * 2
-        draw = generator(num_tokens, seed, kind.seed)
-        q, k, v = (normal(draw, B, H, num_tokens, d) for _ in range(3))
-        q, k, v = kind.rounded(scale * q), kind.rounded(scale * k), kind.rounded(v)
-        if kind.nan:
-            v.view(-1)[0] = torch.inf  # a value of the first token, which every query sees
-        return cls(uses, [kind.with_nan(q), k, v])
-
-    def __str__(self) -> str:
-        B, H, _, d = self.tensors[0].shape
-        return f"pieces of {', '.join(map(str, self.uses))} tokens [{B}, {H}, T, {d}]"
+def draw(texts: list[Text], seed: int, kind: Kind) -> Given:
+    """Draw the queries, keys and values of all texts' tokens, [B, H, tokens, d]."""
+    num_tokens = sum(use for text in texts for use in text if isinstance(use, int))
+    B, H, d = 1 + seed % 3, 1 + seed % 2 * 2, 3 + seed % 2 * 2
+    numbers = generator(num_tokens, seed, kind.seed)
+    q, k, v = (normal(numbers, B, H, num_tokens, d) for _ in range(3))
+    q, k, v = kind.rounded(kind.scale * q), kind.rounded(kind.scale * k), kind.rounded(v)
+    if kind.nan:
+        v.view(-1)[0] = torch.inf  # a value of the first token, which every query sees
+    return [{"texts": texts, "q": kind.with_nan(q), "k": k, "v": v}]
 
 
-def _right(make: Implementation, case: Case, kind: Kind = PLAIN) -> str | None:
-    return first([_wrong_piece(make(), case, kind)])
+def _use(make: Implementation, world: object, texts: list[Text], *qkv: Tensor) -> list[Tensor]:
+    """Use two caches in turn for each text, the other one with -q and -v; return the outputs, one after another."""
+    begin, outs = 0, []
+    for text in texts:
+        one, other = make(), make()
+        for use in text:
+            if isinstance(use, Cut):
+                one.cut(use.length)
+                other.cut(use.length)
+                continue
+            q, k, v = (x[:, :, begin : begin + use] for x in qkv)
+            if qkv[0].is_contiguous():
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            outs.append((one(q, k, v), other(-q, k, -v)))
+            begin += use
+    return [torch.cat(each, 2) for each in zip(*outs)]
 
 
-def _wrong_piece(cache: Implementation, case: Case, kind: Kind) -> str | None:
-    """Use the cache as the case says; describe the first piece whose output is wrong."""
-    held: list[int] = []
-    begin = 0
-    for i, use in enumerate(case.uses):
-        if isinstance(use, Cut):
-            cache.cut(use.length)  # type: ignore[attr-defined]
-            held = held[: use.length]
-            continue
-        new = list(range(begin, begin + use))
-        held, begin = held + new, begin + use
-        out = cache(*(kind.given(x[:, :, new]) for x in case.tensors))
-        q, k, v = case.tensors
-        want = plain_attention(q[:, :, new], k[:, :, held], v[:, :, held])
-        if words := kind.mismatch(f"{case}: the output of piece {i}", out, want):
-            return words + _cause(out, want, case, new, held, kind)
-    return None
+def _outputs(given: Given, see: str = "held", power: float = 0.0, causal: bool = True) -> Tensor:
+    """Return the outputs of queries times head_dim ** power, which see these tokens of their text."""
+    q, k, v = (given[0][name] for name in "qkv")
+    begin, outs = 0, []
+    for text in given[0]["texts"]:
+        first, held = begin, list[int]()
+        for use in text:
+            if isinstance(use, Cut):
+                held = held[: use.length]
+                continue
+            new, begin = list(range(begin, begin + use)), begin + use
+            held += new
+            seen = {"held": held, "new": new, "first": held[:use], "all": list(range(first, begin))}[see]
+            scaled = q[:, :, new] * q.shape[3] ** power
+            outs.append(plain_attention(scaled, k[:, :, seen], v[:, :, seen], causal))
+    return torch.cat(outs, 2)
 
 
-def _cause(out: object, want: Tensor, case: Case, new: list[int], held: list[int], kind: Kind) -> str:
-    """Name the usual mistake that gives this output, if one does."""
-    if not isinstance(out, Tensor) or out.shape != want.shape or not want.numel():
-        return ""
-    q, k, v = (x[:, :, new] for x in case.tensors)
-    keys, values = (x[:, :, held] for x in case.tensors[1:])
-    all_keys, all_values = (x[:, :, : new[-1] + 1] for x in case.tensors[1:])
-    as_if_first = torch.ones(len(new), len(held), dtype=torch.bool).tril()
-    scores = (q @ keys.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~as_if_first, -torch.inf)
-    causes = {
-        "it sees this piece alone, without the tokens before": plain_attention(q, k, v),
-        "queries see later tokens of their piece": plain_attention(q, keys, values, causal=False),
-        "query i of the piece sees keys 0 to i, as if the piece were the first": scores.softmax(-1) @ values,
-        "scores are not divided by sqrt(d)": plain_attention(q * q.shape[3] ** 0.5, keys, values),
-        "it still sees tokens that were cut": plain_attention(q, all_keys, all_values),
-    }
-    for words, tensor in causes.items():
-        if mismatch("", want, tensor) and kind.mismatch("", out, tensor) is None:
+def _answer(given: Given) -> list[list[Tensor]]:
+    mirrored = {**given[0], "q": -given[0]["q"], "v": -given[0]["v"]}
+    return [[_outputs(given), _outputs([mirrored])]]
+
+
+CAUSES: dict[str, dict[str, Any]] = {
+    "it sees this piece alone, without the tokens before": {"see": "new"},
+    "queries see later tokens of their piece": {"causal": False},
+    "query i of the piece sees keys 0 to i, as if the piece were the first": {"see": "first"},
+    "scores are not divided by sqrt(d)": {"power": 0.5},
+    "it still sees tokens that were cut": {"see": "all"},
+}
+
+
+def _cause(asked: Asked, got: Tensor) -> str:
+    """Name the usual mistake that gives these outputs, if one does."""
+    for words, mistake in CAUSES.items():
+        if asked.kind.mismatch("", got, _outputs(asked.given, **mistake)) is None:
             return f": {words}"
     return ""
 
 
-def _small(make: Implementation) -> str | None:
-    return first(_right(make, Case.of(uses, seed)) for seed, uses in enumerate(SMALL)) or _two_at_once(make)
-
-
-def _drawn(make: Implementation) -> str | None:
-    for seed, uses in enumerate(DRAWN):
-        if words := _right(make, Case.of(uses, seed)):
-            return words
-    if words := _right(make, Case.of([3, 1, 2], 1, scale=HUNDREDS)):
-        return f"with scores of hundreds, {words}"
-    return None
-
-
-def _two_at_once(make: Implementation) -> str | None:
-    """Check that two caches, such as those of two layers, are independent."""
-    one, other = make(), make()
-    q, k, v = Case.of([6], 1).tensors
-    for begin, end in ((0, 3), (3, 4), (4, 6)):
-        piece = [x[:, :, begin:end].contiguous() for x in (q, k, v)]
-        want = plain_attention(piece[0], k[:, :, :end], v[:, :, :end])
-        wanted = plain_attention(-piece[0], k[:, :, :end], -v[:, :, :end])
-        found = one(*piece), other(-piece[0], piece[1], -piece[2])
-        for got, right in zip(found, (want, wanted)):
-            if words := mismatch("two caches used in turn: an output", got, right):
-                return words + ": each should keep its own tokens"
-    return None
+CACHE = Question(
+    lambda size, seed, kind: draw([LARGE] if kind.large else TEXTS[seed], seed, kind),
+    _answer,
+    (
+        "the output, piece after piece,",
+        "the output of another cache, used in turn (each keeps its own tokens),",
+    ),
+    call=_use,
+    differentiated=False,
+    cause=_cause,
+)
 
 
 def _memory(make: Implementation) -> str | None:
@@ -152,25 +134,14 @@ def _memory(make: Implementation) -> str | None:
     return None
 
 
-def _varied(make: Implementation) -> str | None:
-    for kind in KINDS:
-        uses: list[Use] = LARGE if kind.large else [4, 1, 3]
-        if words := _right(make, Case.of(uses, 3 if kind.large else 1, kind), kind):
-            return words
-    return None
-
-
 SPECIFICATIONS = [
-    Specification(
+    specification(
         "kv_cache",
         "Cache()(q, k, v) -> out [batch, heads, new tokens, head_dim]; Cache().cut(length)",
         "New tokens attend to all that were read before and to themselves, as one pass over the whole text would.",
-        (
-            Stage("runs", partial(_right, case=Case.of([1], 0)), ()),
-            Stage("small", _small, ()),
-            Stage("drawn", _drawn, ()),
-            Stage("memory", _memory, ()),
-            Stage("varied", _varied, ()),
-        ),
+        [CACHE],
+        [Stage("memory", _memory, ())],
+        (*KINDS, HUNDREDS),
+        alone=True,
     )
 ]

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import WORLDS, Body, Specification, Stage, every
 from minipar.spec.varied import KINDS, PLAIN, Kind
-from minipar.spec.words import generator, grad_of, in_words, normal
+from minipar.spec.words import Wrong, generator, grad_of, in_words, normal
 
 Given = list[dict[str, Any]]  # each rank's arguments, by name and in their order
-SEEDS, MORE_RANKS = (2, 3, 4), (7,)
+MORE_RANKS = (7,)
+ALONE: Any = SimpleNamespace(size=1, rank=0)
 VARIED_SEED = 5
 
 
@@ -38,11 +40,13 @@ class Question:
     results                 what the results are, in words
     attribute               the implementation is this attribute of what is checked
     by_name                 arguments passed by name -> their defaults, which the calls of odd seeds leave out
+    seeds                   of the drawn cases
     differentiated          whether there is a backward
     summands                arguments of whose gradient, and results of which, each rank has a summand
     reached_by_nan          how many of the results are compared where an argument has a nan
     linear                  whether a nan in an incoming gradient reaches known gradients, which are compared
-    cause(world, got, given)  the usual mistake that gives this result, in words
+    cause(asked, got)       the usual mistake that gives this result, in words
+    call(implementation, world, *args)  how it is called
     by_convention           convention -> what is asked of an implementation that states it
     """
 
@@ -51,11 +55,13 @@ class Question:
     results: tuple[str, ...]
     attribute: str = ""
     by_name: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Sequence[int] = (2, 3, 4)
     differentiated: bool = True
     summands: Container[str] = ()
     reached_by_nan: int = 9
     linear: bool = False
-    cause: Callable[[Comm, Tensor, Given], str] | None = None
+    cause: Callable[[Asked, Tensor], str] = lambda asked, got: ""
+    call: Callable[..., Any] = lambda function, *args, **named: function(*args, **named)
     by_convention: Mapping[str, Question] = field(default_factory=dict)
 
 
@@ -88,7 +94,11 @@ class Asked:
         if seed % 2:
             named = {name: x for name, x in named.items() if x != question.by_name[name]}
         function = getattr(function, question.attribute) if question.attribute else function
-        got = function(world, *(x for name, x in self.mine.items() if name not in question.by_name), **named)
+        args = [x for name, x in self.mine.items() if name not in question.by_name]
+        try:
+            got = question.call(function, world, *args, **named)
+        except Wrong as error:
+            raise Wrong(f"{kind.words}: {error}" if kind.words else str(error)) from None
         self.got = list(got) if isinstance(got, tuple | list) else [got]
 
     def wrong_answer(self) -> str | None:
@@ -110,9 +120,7 @@ class Asked:
                     return f"{what} is {_kind(got)}{lost}; return one element that autograd can follow"
                 got, what = self.world.all_reduce(got.detach()), f"{what}, added over all ranks,"
             if words := self._mismatch(what, got, [rank[i] for rank in self.answers]):
-                return words + (
-                    self.question.cause(self.world, got, self.given) if self.question.cause else ""
-                )
+                return words + self.question.cause(self, got)
         return None
 
     def backward(self, seed: int, residual: bool = False) -> None:
@@ -246,13 +254,14 @@ def _kind(x: object) -> str:
     return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def bodies(question: Question, kinds: Sequence[Kind] = KINDS) -> dict[str, Body]:
+def bodies(question: Question, kinds: Sequence[Kind], alone: bool) -> dict[str, Body]:
     """Return the bodies of the stages that every question has."""
-    often = partial(ask_often, question=question)
+    world = [ALONE] * alone
+    once, often = (partial(how, *world, question=question) for how in (ask, ask_often))
     return {
-        "runs": partial(ask, question=question, seed=0),
-        "small": every(*(partial(ask, question=question, seed=seed) for seed in (0, 1))),
-        "drawn": partial(often, of=[(seed, PLAIN) for seed in SEEDS]),
+        "runs": partial(once, seed=0),
+        "small": every(*(partial(once, seed=seed) for seed in (0, 1))),
+        "drawn": partial(often, of=[(seed, PLAIN) for seed in question.seeds]),
         "varied": partial(often, of=[(VARIED_SEED, kind) for kind in kinds]),
     }
 
@@ -265,12 +274,20 @@ def specification(
     between: Sequence[Stage] = (),
     kinds: Sequence[Kind] = KINDS,
     conventions: tuple[str, ...] = (),
+    alone: bool = False,
+    writes: tuple[int, ...] = (),
 ) -> Specification:
-    """Return the specification of a function that answers these questions. `between`: stages before "varied"."""
-    by_stage = [bodies(question, kinds) for question in questions]
+    """Return the specification of a function that answers these questions.
+
+    between  stages before "varied"
+    alone    whether it is asked on one rank, without a Comm
+    writes   the arguments, by position, that it may write to
+    """
+    by_stage = [bodies(question, kinds, alone) for question in questions]
 
     def stage(name: Any, *sizes: Any) -> Stage:
-        return Stage(name, every(*(bodies[name] for bodies in by_stage)), sizes)
+        body = every(*(bodies[name] for bodies in by_stage))
+        return Stage(name, body, () if alone else sizes, writes)
 
     stages = (
         stage("runs", 1),

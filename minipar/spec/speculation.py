@@ -8,7 +8,7 @@ the rounding of the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -18,18 +18,14 @@ import torch
 from torch import Tensor
 
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification, Stage, StageName
 from minipar.spec.varied import FLOAT32, PLAIN, STRIDED, Kind
-from minipar.spec.words import first, generator, wrong_entries
+from minipar.spec.words import Wrong, first, generator, wrong_entries
 
 TINY = 1e-14  # branches of a lower probability are not taken
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 Text = tuple[int, ...]
-
-
-class Misuse(Exception):
-    """The implementation asked the dice for an impossible decision, or for the same one twice."""
 
 
 class Branch:
@@ -51,18 +47,18 @@ class Branch:
         self._note("draw", i, self.num_guesses)
         numbers = torch.as_tensor(p).double()
         if numbers.shape != (self.vocab_size,):
-            raise Misuse(f"dice.draw({i}, p) got p {list(numbers.shape)}; it should be [{self.vocab_size}]")
+            raise Wrong(f"dice.draw({i}, p) got p {list(numbers.shape)}; it should be [{self.vocab_size}]")
         if not (numbers >= 0).all():
-            raise Misuse(f"dice.draw({i}, p) got a p with negative numbers or nan: {_short(numbers)}")
+            raise Wrong(f"dice.draw({i}, p) got a p with negative numbers or nan: {_short(numbers)}")
         if abs(total := numbers.sum().item() - 1) > 1e-4:
-            raise Misuse(f"dice.draw({i}, p) got numbers that add up to {total + 1:.4g}; it should be 1")
+            raise Wrong(f"dice.draw({i}, p) got numbers that add up to {total + 1:.4g}; it should be 1")
         return self._decide(numbers.tolist())
 
     def _note(self, name: str, i: int, last: int) -> None:
         if not 0 <= i <= last:
-            raise Misuse(f"dice.{name} was asked for index {i}; the last is {last}")
+            raise Wrong(f"dice.{name} was asked for index {i}; the last is {last}")
         if (name, i) in self.asked:
-            raise Misuse(f"dice.{name} was asked twice for index {i}; its numbers belong to the index")
+            raise Wrong(f"dice.{name} was asked twice for index {i}; its numbers belong to the index")
         self.asked.add((name, i))
 
     def _decide(self, weights: list[float]) -> int:
@@ -111,13 +107,6 @@ class Case:
 
 
 def _right(rule: Implementation, case: Case) -> str | None:
-    try:
-        return _wrong_law(rule, case)
-    except Misuse as error:
-        return f"{case}: {error}"
-
-
-def _wrong_law(rule: Implementation, case: Case) -> str | None:
     V, g = case.vocab_size, case.num_guesses
     found, num_written = torch.zeros([V] * (g + 1), dtype=torch.float64), 0.0
     for guessed in product(range(V), repeat=g):
@@ -156,7 +145,7 @@ def _texts(
         guesses = [(token, case.kind.given(x)) for token, x in zip(guessed, q)]
         written = rule(case.kind.given(p), guesses, dice)
         if not dice.taken and case.vocab_size > 1:
-            raise Misuse("the dice were not asked; ask dice.accepts and dice.draw")
+            raise Wrong("the dice were not asked; ask dice.accepts and dice.draw")
         paths += dice.others
         yield written, dice.weight
 
@@ -209,38 +198,30 @@ def _short(x: Tensor) -> str:
     return f"[{shown}{', ...' if len(x) > 4 else ''}]"
 
 
-def _each(rule: Implementation, cases: Sequence[Callable[[], Case]]) -> str | None:
-    return first(_right(rule, make()) for make in cases)
+CASES: dict[StageName, list[tuple[Any, ...]]] = {
+    "runs": [(1, 0, 0), (1, 1, 0)],
+    "small": [(2, 0, 1), (2, 1, 1), (3, 1, 2)],
+    "drawn": [
+        (2, 1, 3, PLAIN, "zeros"),
+        (3, 1, 4, PLAIN, "certain"),
+        (3, 1, 5, PLAIN, "equal"),
+        (3, 2, 6),
+        (4, 2, 7),
+        (4, 2, 8, PLAIN, "zeros"),
+    ],
+    "varied": [(3, 2, 9, FLOAT32), (3, 2, 10, STRIDED), (3, 2, 11), (2, 5, 12), (37, 1, 13)],
+}
 
 
-RUNS = [partial(Case, 1, 0, 0), partial(Case, 1, 1, 0)]
-SMALL = [partial(Case, 2, 0, 1), partial(Case, 2, 1, 1), partial(Case, 3, 1, 2)]
-DRAWN = [
-    partial(Case, 2, 1, 3, sharp="zeros"),
-    partial(Case, 3, 1, 4, sharp="certain"),
-    partial(Case, 3, 1, 5, sharp="equal"),
-    partial(Case, 3, 2, 6),
-    partial(Case, 4, 2, 7),
-    partial(Case, 4, 2, 8, sharp="zeros"),
-]
-VARIED = [
-    partial(Case, 3, 2, 9, FLOAT32),
-    partial(Case, 3, 2, 10, STRIDED),
-    partial(Case, 3, 2, 11),
-    partial(Case, 2, 5, 12),
-    partial(Case, 37, 1, 13),
-]
+def _each(rule: Implementation, cases: list[tuple[Any, ...]]) -> str | None:
+    return first(_right(rule, Case(*case)) for case in cases)
+
 
 SPECIFICATIONS = [
     Specification(
         "accept_or_resample",
         "accept_or_resample(p, guesses, dice) -> the accepted guesses, and one more token",
         "Whatever the draft guesses, each token is written with the model's own probability.",
-        (
-            Stage("runs", partial(_each, cases=RUNS), ()),
-            Stage("small", partial(_each, cases=SMALL), ()),
-            Stage("drawn", partial(_each, cases=DRAWN), ()),
-            Stage("varied", partial(_each, cases=VARIED), ()),
-        ),
+        tuple(Stage(name, partial(_each, cases=cases), ()) for name, cases in CASES.items()),
     )
 ]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.comm import Comm
-from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
-from minipar.spec.question import Given, Question, sends, specification
-from minipar.spec.specification import Specification, Stage, every
-from minipar.spec.varied import KINDS, Kind
-from minipar.spec.words import RTOL, generator, mismatch, normal, wrong_bytes
+from minipar.spec.question import VARIED_SEED, Asked, Given, Question, sends, specification
+from minipar.spec.specification import Stage
+from minipar.spec.varied import KINDS, NAN, Kind
+from minipar.spec.words import generator, normal
 
 CERTAIN = Kind("with logits of thousands", scale=1e3)
 
@@ -47,11 +47,11 @@ def _answer(given: Given) -> list[list[Tensor]]:
     return [[F.cross_entropy(logits, targets)]] * len(given)
 
 
-def _mean_of_means(world: Comm, got: Tensor, given: Given) -> str:
+def _mean_of_means(asked: Asked, got: Tensor) -> str:
     """Name the usual mistake, if it gives this sum."""
-    parts = [(mine["logits"], mine["targets"]) for mine in given if (mine["targets"] != -100).any()]
+    parts = [(mine["logits"], mine["targets"]) for mine in asked.given if (mine["targets"] != -100).any()]
     means = torch.stack([F.cross_entropy(*part) for part in parts]).sum()
-    if any(torch.isclose(got.double(), means / n, rtol=1e-9) for n in (1, world.size)):
+    if any(torch.isclose(got.double(), means / n, rtol=1e-9) for n in (1, asked.world.size)):
         return ": each rank divides by its own number of tokens; divide by that of all ranks"
     return ""
 
@@ -80,81 +80,81 @@ LOSS = Question(
 )
 
 
-def _gradients(
-    size: int, seed: int, dtype: torch.dtype, scale: float
-) -> tuple[list[list[Tensor]], list[list[int]], Tensor]:
-    """Return each rank's gradients (a shard, a replica, one held by two ranks), how many copies each has, and the norm."""
-    draw = generator(size, seed)
+VARIED = Kind("of all dtypes, shapes and strides, and of a rank without gradients")
+HUGE = Kind("of 1e25, in float32", rounding=1e-6)
+INFINITE = Kind("with an infinity")
+ODD = {NAN: torch.nan, INFINITE: torch.inf}
+
+
+def _draw_gradients(size: int, seed: int, kind: Kind) -> Given:
+    """Draw each rank's gradients: a shard, a replica and, on the first and the last rank, one that both of them hold.
+
+    Varied ones are of every dtype, one element or thousands, and not contiguous; the last rank has none.
+    """
+    draw, last = generator(size, seed, kind.seed), size - 1
+    if seed == VARIED_SEED and kind != HUGE:
+        given = []
+        for rank in range(size):
+            grads = [
+                normal(draw),
+                normal(draw, 1201),
+                normal(draw, 40, 3).float(),
+                normal(draw, 7, 9).bfloat16(),
+            ]
+            grads = [torch.stack([g, 0 * g], -1)[..., 0] for g in grads if rank < last or size == 1]
+            given.append({"grads": grads, "copies": [1] * len(grads)})
+        if kind in ODD:
+            given[0]["grads"][2][5, 1] = ODD[kind]
+        return given
     shapes = [(D,), (5, D), *((3 if r else 0, D) for r in range(size))]
-    replica, tied, *shards = (scale * normal(draw, *shape).to(dtype) for shape in shapes)
-    last = size - 1
-    grads = [[shard, replica, *([tied] if r in (0, last) else [])] for r, shard in enumerate(shards)]
-    copies = [[1, size, *([1 if size == 1 else 2] if r in (0, last) else [])] for r in range(size)]
-    whole = torch.cat([x.double().flatten() for x in (*shards, replica, tied)])
-    return grads, copies, whole.norm()
+    replica, tied, *shards = (normal(draw, *shape) for shape in shapes)
+    given = [
+        {"grads": [shard, replica, tied], "copies": [1, size, min(size, 2)]}
+        if r in (0, last)
+        else {"grads": [shard, replica], "copies": [1, size]}
+        for r, shard in enumerate(shards)
+    ]
+    if kind == HUGE:
+        for mine in given:
+            mine["grads"] = [(1e25 * g).float() for g in mine["grads"]]
+    return given
 
 
-def _norm(
-    world: Comm, grad_norm: Implementation, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0
-) -> str | None:
-    r = world.rank
-    grads, copies, want = _gradients(world.size, seed, dtype, scale)
-    got = grad_norm(world, grads[r], copies[r])
-    if not isinstance(got, Tensor) or got.numel() != 1:
-        return f"rank {r}: the norm is a {type(got).__name__}; return a tensor of one element"
-    got = got.detach().double().reshape(())
-    if words := mismatch(f"rank {r}: the norm", got, want, world.size, rtol=1e-6 if scale > 1 else RTOL):
-        return words + _which_norm(got, grads, r)
-    return None
+def _norm(given: Given) -> list[list[Tensor]]:
+    squares = [g.double().square().sum() / n for mine in given for g, n in zip(mine["grads"], mine["copies"])]
+    return [[torch.stack(squares).sum().sqrt()]] * len(given)
 
 
-def _varied_norm(world: Comm, grad_norm: Implementation) -> str | None:
-    """Check gradients of every dtype, shape and stride together; finally, with a nan and an infinity."""
-    p, r = world.size, world.rank
-    for words, odd, call in (
-        ("", None, 0),
-        (" for the second time", None, 1),
-        (", one of them nan", torch.nan, 2),
-        (", one of them infinite", torch.inf, 3),
-    ):
-        draw = generator(p, 6, call)
-        # Each rank has gradients of its own, of one element or of thousands, in three dtypes; the last rank has none.
-        grads_of = [
-            [normal(draw), normal(draw, 1201), normal(draw, 40, 3).float(), normal(draw, 7, 9).bfloat16()]
-            for _ in range(max(1, p - 1))
-        ] + [[]] * (p > 1)
-        if odd is not None:
-            grads_of[0][2][5, 1] = odd
-        mine = [torch.stack([g, 0 * g], -1)[..., 0] for g in grads_of[r]]
-        got = grad_norm(world, mine, [1] * len(mine))
-        want = torch.cat([g.double().flatten() for grads in grads_of for g in grads]).norm()
-        if not isinstance(got, Tensor) or got.numel() != 1:
-            return f"rank {r}: the norm is a {type(got).__name__}; return a tensor of one element"
-        shapes = "shapes [], [1201], [40, 3] (float32), [7, 9] (bfloat16), not contiguous, and of a rank without gradients"
-        what = f"rank {r}: the norm of gradients of {shapes}{words},"
-        if wrong := mismatch(what, got.detach().double().reshape(()), want, p):
-            return wrong
-    return None
+def _number(grad_norm: Implementation, *args: Any) -> Any:
+    """Return the norm in float64, if it is one element of any dtype and shape."""
+    got = grad_norm(*args)
+    return got.double().reshape(()) if isinstance(got, Tensor) and got.numel() == 1 else got
 
 
-def _which_norm(got: Tensor, grads: list[list[Tensor]], rank: int) -> str:
-    norms = [torch.cat([g.double().flatten() for g in mine]).norm() for mine in grads]
+def _which_norm(asked: Asked, got: Tensor) -> str:
+    norms = [
+        torch.stack([g.double().norm() for g in mine["grads"]]).norm()
+        for mine in asked.given
+        if mine["grads"]
+    ]
     stacked = torch.stack(norms)
     guesses = {
         "a parameter that several ranks hold was counted on each": stacked.norm(),
-        "it is this rank's own, and has not met the others'": stacked[rank],
+        "it is this rank's own, and has not met the others'": stacked[min(asked.world.rank, len(norms) - 1)],
         "norms were added; add squares, and take the root at the end": stacked.sum(),
     }
-    return "".join(f": {words}" for words, value in guesses.items() if torch.isclose(got, value, rtol=1e-9))
+    found = [words for words, norm in guesses.items() if torch.isclose(got, norm, rtol=1e-9, atol=0.0)]
+    return f": {found[0]}" if found and len(norms) > 1 else ""
 
 
-def _one_number(world: Comm, grad_norm: Implementation) -> str | None:
-    grads, copies, _ = _gradients(world.size, 1, torch.float64, 1.0)
-    with counted(world) as sent:
-        grad_norm(world.using("ring"), grads[world.rank], copies[world.rank])
-    p, r = world.size, world.rank
-    formula = 8 * (2 - (r == 0) - (r == p - 1))  # the number is rank 0's chunk; the other chunks are empty
-    return wrong_bytes(sent, formula, r, p, "any gradients", "a ring of one number")
+NORM = Question(
+    _draw_gradients, _norm, ("the norm",), call=_number, differentiated=False, cause=_which_norm
+)  # fmt: skip
+
+
+def _one_number(given: Given, rank: int) -> tuple[float, ...]:
+    """The number is rank 0's chunk; the other chunks are empty."""
+    return (8 * (2 - (rank == 0) - (rank == len(given) - 1)),)
 
 
 SPECIFICATIONS = [
@@ -179,19 +179,18 @@ SPECIFICATIONS = [
         (*KINDS, CERTAIN),
         ("mean of means",),
     ),
-    Specification(
+    specification(
         "grad_norm",
         "grad_norm(comm, grads, copies)",
         "The norm of the whole model's gradient: each element counts once, however many ranks hold it.",
-        (
-            Stage("runs", partial(_norm, seed=0), (1,)),
-            Stage("small", partial(_norm, seed=1), (2,)),
+        [NORM],
+        [
             Stage(
-                "drawn",
-                every(partial(_norm, seed=2), partial(_norm, seed=3, dtype=torch.float32, scale=1e25)),
-            ),
-            Stage("bytes", _one_number, (3, 4)),
-            Stage("varied", _varied_norm, (2, 5, 7)),
-        ),
+                "bytes",
+                partial(sends, question=NORM, formula=_one_number, says="a ring of one number"),
+                (3, 4),
+            )
+        ],
+        (HUGE, VARIED, replace(VARIED, seed=1), NAN, INFINITE),
     ),
 ]

@@ -15,6 +15,10 @@ from minipar.spec.counted import counts_as
 RTOL, FLOOR = 1e-10, 1e-13  # RTOL relative to the tensor's largest entry, FLOOR absolute; in float64
 
 
+class Wrong(Exception):
+    """A mistake in words, raised where it cannot be returned."""
+
+
 def mismatch(
     what: str,
     got: object,

@@ -1,6 +1,7 @@
 """The judges of inference: nothing that is right is called wrong, and every branch of the dice is taken once."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from minipar.simple import generate, paged, speculative
 from minipar.spec import batching, kv_cache, speculation
 from minipar.spec import paged as paged_spec
+from minipar.spec.question import ALONE, ask
 from tests.examples import examples
 from tests.spec.library import LIBRARY
 from tests.spec.wrong.inference import pages, scheduler
@@ -49,20 +51,24 @@ def test_no_right_scheduler_is_called_wrong(manner, case):
 @given(uses=st.lists(st.integers(0, 6), min_size=1, max_size=6), seed=st.integers(0, 5))
 @examples(20)
 def test_no_right_cache_is_called_wrong(uses, seed):
-    assert kv_cache._right(generate.Cache, kv_cache.Case.of(uses, seed)) is None
+    question = replace(kv_cache.CACHE, draw=lambda size, seed, kind: kv_cache.draw([uses], seed, kind))
+    assert ask(ALONE, generate.Cache, question, seed) is None
 
 
 @given(
     size=st.integers(1, 5),
     texts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4),
     seed=st.integers(0, 5),
-    spare=st.integers(0, 2),
+    spare=st.integers(0, 1),
 )
 @examples(20)
 def test_no_right_paged_attention_is_called_wrong(size, texts, seed, spare):
     texts = [(begin, new if begin else max(1, new)) for begin, new in texts]
-    case = paged_spec.Case.of((size, texts), seed, spare=spare)
-    assert paged_spec._right(pages(paged.paged_attention), case) is None
+    seed += paged_spec.SPARE * spare
+    question = replace(
+        paged_spec.ATTENTION, draw=lambda _, seed, kind: paged_spec.draw((size, texts), seed, kind)
+    )
+    assert ask(ALONE, pages(paged.paged_attention), question, seed) is None
 
 
 @given(
