@@ -80,7 +80,7 @@ LOSS = Question(
 )
 
 
-VARIED = Kind("of all dtypes, shapes and strides, and of a rank without gradients")
+VARIED = Kind("in float64, float32 and bfloat16, not contiguous, and of a rank without gradients")
 HUGE = Kind("of 1e25, in float32", rounding=1e-6)
 INFINITE = Kind("with an infinity")
 ODD = {NAN: torch.nan, INFINITE: torch.inf}
