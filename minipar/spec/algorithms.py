@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from minipar.spec.collectives import (
 )
 from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Body, Specification, Stage, StageName
+from minipar.spec.specification import Body, Specification, Stage
 from minipar.spec.words import first, wrong_bytes
 from minipar.support.live_bytes import LiveBytes
 
@@ -119,34 +118,25 @@ def _refuses(world: Comm, hierarchical: Implementation) -> str | None:
     return f"rank {world.rank}: nodes of 2 do not divide {world.size} ranks; raise a ValueError that says so"
 
 
-ORDER = get_args(StageName)
-IN_PLACE = {
-    "all_reduce_": (1,),
-    "halving_doubling": (),
-    "hierarchical": (),
-}  # the arguments that may be written to
-
-
 def _all_reduce(
     name: str,
     signature: str,
     says: str,
     over: Callable[[Body], Body],
     small: tuple[int, ...],
-    *measured: Stage,
+    measured: Sequence[Stage],
+    writes: tuple[int, ...] = (),
 ) -> Specification:
     """over(body): the body, of an implementation that is called in its own way."""
     stages = (
-        Stage("runs", over(partial(runs, collective="all_reduce")), (1, 2), IN_PLACE[name]),
-        Stage("small", over(partial(whose_part, collective="all_reduce")), small, IN_PLACE[name]),
-        Stage("drawn", over(partial(right, collective="all_reduce")), writes=IN_PLACE[name]),
+        Stage("runs", over(partial(runs, collective="all_reduce")), (1, 2), writes),
+        Stage("small", over(partial(whose_part, collective="all_reduce")), small, writes),
+        Stage("drawn", over(partial(right, collective="all_reduce")), writes=writes),
         *measured,
-        Stage("order", over(same_bits), (3, 4), IN_PLACE[name]),
-        Stage("varied", over(partial(varied, collective="all_reduce")), MANY, IN_PLACE[name]),
+        Stage("order", over(same_bits), (3, 4), writes),
+        Stage("varied", over(partial(varied, collective="all_reduce")), MANY, writes),
     )
-    return Specification(
-        name, signature, says, tuple(sorted(stages, key=lambda stage: ORDER.index(stage.name)))
-    )
+    return Specification(name, signature, says, stages)
 
 
 SPECIFICATIONS = [
@@ -168,8 +158,11 @@ SPECIFICATIONS = [
         "x becomes the sum over ranks of x, on every rank the same bits, with one chunk of scratch memory.",
         lambda body: partial(_returning_x, body=body),
         (2, 3),
-        Stage("bytes", partial(ring_bytes, collective="all_reduce"), (3, 4), (1,)),
-        Stage("memory", _one_chunk_of_scratch, (3, 4)),
+        [
+            Stage("bytes", partial(ring_bytes, collective="all_reduce"), (3, 4), (1,)),
+            Stage("memory", _one_chunk_of_scratch, (3, 4)),
+        ],
+        (1,),
     ),
     _all_reduce(
         "halving_doubling",
@@ -177,7 +170,7 @@ SPECIFICATIONS = [
         "The sum over ranks of x, in 2 log2 p messages; ranks beyond a power of two fold in first, and out at the end.",
         lambda body: body,
         (2, 4),
-        Stage("bytes", _few_messages, (2, 3, 4, 6, 7)),
+        [Stage("bytes", _few_messages, (2, 3, 4, 6, 7))],
     ),
     _all_reduce(
         "hierarchical",
@@ -185,7 +178,6 @@ SPECIFICATIONS = [
         "The sum over ranks of x; of each rank's bytes only an all-reduce of a node_size-th part leaves the node.",
         lambda body: partial(_by_nodes, body=body),
         (4,),
-        Stage("bytes", _bytes_that_leave, (4,)),
-        Stage("refusals", _refuses, (3,)),
+        [Stage("bytes", _bytes_that_leave, (4,)), Stage("refusals", _refuses, (3,))],
     ),
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.comm.transport.messages import Channel
 from minipar.spec.convention import stated
-from minipar.spec.counted import Messages, Posted, counted
+from minipar.spec.counted import Messages, Posted, counted, sent_by
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage
 from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes
@@ -112,23 +112,6 @@ class Call:
             case "shift":
                 return xs[rank - 1]
         return torch.cat([x.split(self.send_sizes(size, source))[rank] for source, x in enumerate(xs)])
-
-    def sent_bytes(self, size: int, rank: int) -> int:
-        """Return the bytes that `rank` sends: in a ring or pairwise, p-1 chunks per phase."""
-        length, elems, right = self.shape[0], torch.Size(self.shape).numel(), (rank + 1) % size
-        row, chunks = torch.Size(self.shape[1:]).numel(), chunk_sizes(length, size)
-        match self.collective:
-            case "all_reduce":  # chunks of the flattened vector, in two phases
-                flat = chunk_sizes(elems, size)
-                sent = 2 * elems - flat[rank] - flat[right]
-            case "reduce_scatter":
-                sent = elems - chunks[rank] * row
-            case "all_gather":
-                sent = (size - 1) * elems
-            case _:
-                sizes = self.send_sizes(size, rank)
-                sent = (sum(sizes) - sizes[rank]) * row
-        return sent * self.dtype.itemsize
 
     def _input_shape(self, rank: int) -> tuple[int, ...]:
         if self.sizes is None or self.collective == "reduce_scatter":
@@ -280,12 +263,15 @@ def ring_bytes(world: Comm, implementation: Implementation, collective: str) -> 
 
 
 def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str | None:
-    x = call.inputs(world.size)[world.rank]
+    name, p, r = call.collective, world.size, world.rank
+    x = call.inputs(p)[r]
     with counted(world) as sent:
-        implementation(world, x, *call.arguments(world.size, world.rank))
-    formula, name = call.sent_bytes(world.size, world.rank), SENDERS[call.collective]
+        implementation(world, x, *call.arguments(p, r))
+    parts = x.split(call.send_sizes(p, r)) if name in ("reduce_scatter", "all_to_all") else x
+    formula = sum(num_bytes for _, num_bytes in sent_by(name, {"input": parts}, r, p)[1])
     of = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    return wrong_bytes(sent, formula, world.rank, world.size, of, name)
+    by = "whoever keeps its own chunk" if name == "all_to_all" else "a ring"
+    return wrong_bytes(sent, formula, r, p, of, by)
 
 
 def _tree(world: Comm, broadcast: Implementation) -> str | None:
@@ -329,12 +315,6 @@ def same_bits(world: Comm, implementation: Implementation) -> str | None:
     return None
 
 
-SENDERS = {
-    "all_reduce": "a ring",
-    "reduce_scatter": "a ring",
-    "all_gather": "a ring",
-    "all_to_all": "whoever keeps its own chunk",
-}
 KNOWN = {
     "reduce_scatter": ("equal lengths",),
     "all_to_all": ("equal lengths",),

@@ -49,7 +49,7 @@ KINDS = (
     "scatter",
 )
 SENDS_NOTHING = re.compile(r"recv|barrier|wait_tensor|check_for_nan|wrap_tensor")
-IN_A_LIST = ("reduce_scatter_", "scatter_", "alltoall_")  # a tensor for each rank, not one that is cut
+IN_A_LIST = ("reducescatter", "scatter", "alltoall")  # a tensor for each rank, not one that is cut
 COUNTS_AS = dict.fromkeys(KINDS[:3], "a ring") | {"broadcast": "a binomial tree", "reduce": "a binomial tree"}
 TORCHS = "torch's "  # begins the kind of what did not go through a Comm
 
@@ -147,7 +147,7 @@ def sent_by(name: str, given: Mapping[str, Any], rank: int, size: int) -> tuple[
             f"torch.distributed's {name} is not counted: minipar/spec/counted.py has no formula"
         )
     else:
-        parts = [xs] if name in IN_A_LIST else [_parts(given, x, size) for x in xs]
+        parts = [xs] if plain in IN_A_LIST else [_parts(given, x, size) for x in xs]
         sent = [(to, part.nbytes) for mine in parts for to, part in enumerate(mine) if to != rank]
         sent = [(right, num_bytes) for _, num_bytes in sent] if kind == "reduce_scatter" else sent
     return kind, [(to, num_bytes) for to, num_bytes in sent if num_bytes]
