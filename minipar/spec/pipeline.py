@@ -16,7 +16,7 @@ from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, every
 from minipar.spec.training import loss_of
 from minipar.spec.varied import AGAIN, KINDS, PLAIN, Kind
-from minipar.spec.words import generator, grad_of, mismatch, normal, wrong_bytes
+from minipar.spec.words import generator, grad_of, normal, wrong_bytes
 from minipar.support.live_bytes import LiveBytes, exists
 
 Peak = Callable[[int, int, int], int]  # (p, rank, m) -> live microbatches
@@ -52,38 +52,57 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return loss_of(output - target)
 
 
+def _beside(
+    world: Comm,
+    step: Implementation,
+    stages: list[nn.Sequential],
+    one: list[nn.Sequential],
+    batch: tuple[Tensor, Tensor],
+    m: int,
+    kind: Kind = PLAIN,
+    words: str = "",
+) -> str | None:
+    """Take a step with this rank's stage, and compare the loss and the gradients with one process's, of all stages."""
+    p, r, (x, target) = world.size, world.rank, batch
+    given = x if r == 0 else None, target if r == p - 1 else None
+    loss = step(world, stages[r], _loss, *given, m, (len(x) // m, WIDTH), kind.dtype)
+    want = torch.zeros((), dtype=kind.dtype)
+    for part, goal in zip(x.chunk(m), target.chunk(m)):
+        term = _loss(nn.Sequential(*one)(part), goal) / m
+        term.backward()
+        want += term.detach()
+    what = f"rank {r}, {m} microbatches of {len(x) // m} rows{words}:"
+    if wrong := kind.mismatch(f"{what} the loss", loss, want if r == p - 1 else None, m):
+        return wrong
+    for (name, mine), right in zip(stages[r].named_parameters(), one[r].parameters()):
+        if wrong := kind.mismatch(f"{what} the gradient of {name}", mine.grad, right.grad, m):
+            return wrong
+    return None
+
+
 def _step(world: Comm, step: Implementation, seed: int, m: int, peak: Peak, header_bytes: int) -> str | None:
     p, r = world.size, world.rank
     if m < p and "p microbatches or more" in stated(step):
         return None
     draw = generator(p, seed, m)
     x, target = (normal(draw, BATCH, WIDTH) for _ in range(2))
-    stage = _layers(p, seed)[r]
+    stages, one = _layers(p, seed), _layers(p, seed)
+    stage = stages[r]
     changes: list[int] = []  # +1 or -1 for each microbatch that becomes live or ends
     # A pass on fake tensors, to learn a shape, makes nothing alive.
     stage.register_forward_hook(
         lambda *call: changes.extend([1] if exists(call[2].untyped_storage()) else [])
     )
     stage[0].get_parameter("weight").register_post_accumulate_grad_hook(lambda _: changes.append(-1))
-    ends = x if r == 0 else None, target if r == p - 1 else None
     with counted(world) as sent:
-        loss = step(world, stage, _loss, *ends, m, (BATCH // m, WIDTH), torch.float64)
-    act = BATCH // m * WIDTH * 8
-    formula = m * act * ((r < p - 1) + (r > 0)) + header_bytes * (r < p - 1)
-    layers = nn.Sequential(*_layers(p, seed))
-    want = torch.zeros((), dtype=torch.float64)
-    for part, goal in zip(x.chunk(m), target.chunk(m)):
-        one = _loss(layers(part), goal) / m
-        one.backward()
-        want += one.detach()
-    what = f"rank {r}, {m} microbatches:"
-    if r == p - 1 and (words := mismatch(f"{what} the loss", loss, want, m)):
-        return words
-    for (name, mine), (_, right) in zip(stage.named_parameters(), layers[r].named_parameters()):
-        if words := mismatch(f"{what} the gradient of {name}", mine.grad, right.grad, m):
+        if words := _beside(world, step, stages, one, (x, target), m):
             return words
+    what = f"rank {r}, {m} microbatches:"
+    for (name, mine), right in zip(stage.named_parameters(), one[r].parameters()):
         if not torch.equal(grad_of(mine), grad_of(right)):
             return f"{what} the gradient of {name} differs from one process's in rounding: add microbatches in their order"
+    act = BATCH // m * WIDTH * 8
+    formula = m * act * ((r < p - 1) + (r > 0)) + header_bytes * (r < p - 1)
     more = "header" in stated(step) and 0 <= sent.sent_bytes - formula <= HEADER_BYTES
     if not more and (
         words := wrong_bytes(
@@ -117,14 +136,13 @@ def _memory(world: Comm, step: Implementation, peak: Peak) -> str | None:
 
 def _varied(world: Comm, step: Implementation) -> str | None:
     """Check two steps that accumulate gradients, with many microbatches, in several dtypes, strides and values."""
-    p, r, m = world.size, world.rank, 9
+    p, m = world.size, 9
     for kind in (*KINDS, TOKENS):
         if kind == AGAIN:
             continue
         turned = kind.strided and "contiguous" not in stated(step)
         rows = (2 if not kind.large else 300) * m
         stages, one = (_layers(p, 7, kind, turned=turned) for _ in range(2))
-        layers = nn.Sequential(*one)
         for again in range(2):
             draw = generator(p, 7, again)
             x, target = (kind.given(normal(draw, rows, WIDTH)) for _ in range(2))
@@ -132,22 +150,8 @@ def _varied(world: Comm, step: Implementation) -> str | None:
                 x = torch.randint(VOCAB, (rows,), generator=draw)
             if kind.nan and again:
                 x[0, 0] = torch.nan
-            given = x.clone() if r == 0 else None, target.clone() if r == p - 1 else None
-            if kind.strided:
-                given = x if r == 0 else None, target if r == p - 1 else None
-            x, target = x.clone(), target.clone()
-            loss = step(world, stages[r], _loss, *given, m, (rows // m, WIDTH), kind.dtype)
-            want = torch.zeros((), dtype=kind.dtype)
-            for part, goal in zip(x.chunk(m), target.chunk(m)):
-                term = _loss(layers(part), goal) / m
-                term.backward()
-                want += term.detach()
-            what = f"rank {r}, {m} microbatches of {rows // m} rows{', step 2' if again else ''}:"
-            if words := kind.mismatch(f"{what} the loss", loss, want if r == p - 1 else None, m):
-                return words
-            for (name, mine), (_, right) in zip(stages[r].named_parameters(), one[r].named_parameters()):
-                if words := kind.mismatch(f"{what} the gradient of {name}", mine.grad, right.grad, m):
-                    return words + (": add to the .grad that is there" if again else "")
+            if words := _beside(world, step, stages, one, (x, target), m, kind, ", step 2" * again):
+                return words + ": add to the .grad that is there" * again
     return None
 
 
