@@ -31,10 +31,8 @@ def _one_message(world: Comm, shift: Implementation) -> str | None:
     x = torch.ones(1000)
     with counted(world) as sent:
         shift(world, x)
-    words = wrong_bytes(sent, x.nbytes, world.rank, world.size, f"{len(x)} float32", "a shift")
-    return words or (
-        None if sent.messages == 1 else f"rank {world.rank}: it sent {sent.messages} messages, not one"
-    )
+    words = wrong_bytes(sent, x.nbytes, world.size, f"{len(x)} float32", "a shift")
+    return words or (None if sent.messages == 1 else f"it sent {sent.messages} messages, not one")
 
 
 # All-reduces --------------------------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def _returning_x(world: Comm, all_reduce_: Implementation, body: Body) -> str | 
         got = all_reduce_(comm, mine)
         if not isinstance(got, Tensor) or got.data_ptr() != mine.data_ptr():
             kind = "another tensor than x" if isinstance(got, Tensor) else f"a {type(got).__name__}, not x"
-            found.append(f"rank {comm.rank}: it returned {kind}, which holds the sum")
+            found.append(f"it returned {kind}, which holds the sum")
         return mine
 
     return body(world, pure) or first(found)
@@ -63,7 +61,7 @@ def _one_chunk_of_scratch(world: Comm, all_reduce_: Implementation) -> str | Non
     chunk = x.nbytes // world.size
     if live.peak > 1.5 * chunk:
         return (
-            f"rank {world.rank}: {live.peak} bytes were allocated at once, {live.peak / chunk:.2g} chunks of x; "
+            f"{live.peak} bytes were allocated at once, {live.peak / chunk:.2g} chunks of x; "
             "receiving takes one"
         )
     return None
@@ -84,8 +82,8 @@ def _few_messages(world: Comm, all_reduce: Implementation) -> str | None:
     with counted(world) as sent:
         all_reduce(world, x)
     if sent.messages > most:
-        return f"rank {r}: with {p} ranks it sent {sent.messages} messages; halving and doubling sends {most}"
-    return wrong_bytes(sent, halving_bytes(x.nbytes, p, r), r, p, "24 float64", "halving and doubling")
+        return f"with {p} ranks it sent {sent.messages} messages; halving and doubling sends {most}"
+    return wrong_bytes(sent, halving_bytes(x.nbytes, p, r), p, "24 float64", "halving and doubling")
 
 
 def _by_nodes(world: Comm, hierarchical: Implementation, body: Body) -> str | None:
@@ -102,12 +100,12 @@ def _bytes_that_leave(world: Comm, hierarchical: Implementation) -> str | None:
     formula = 2 * (k - 1) / k * x.nbytes / g
     if leave != formula:
         return (
-            f"rank {world.rank}: with {k} nodes of {g} ranks {leave} of {x.nbytes} bytes left its node; an all-reduce "
+            f"with {k} nodes of {g} ranks {leave} of {x.nbytes} bytes left its node; an all-reduce "
             f"of its own chunk across nodes sends {formula:g}"
         )
     inside = Traffic()
     inside.book("inside its node", sum(sent.values()) - leave)
-    return wrong_bytes(inside, 2 * (g - 1) / g * x.nbytes, world.rank, world.size, "24 float64", "a ring")
+    return wrong_bytes(inside, 2 * (g - 1) / g * x.nbytes, world.size, "24 float64", "a ring")
 
 
 def _refuses(world: Comm, hierarchical: Implementation) -> str | None:
@@ -115,7 +113,7 @@ def _refuses(world: Comm, hierarchical: Implementation) -> str | None:
         hierarchical(world, torch.ones(6), node_size=2)
     except ValueError:
         return None
-    return f"rank {world.rank}: nodes of 2 do not divide {world.size} ranks; raise a ValueError that says so"
+    return f"nodes of 2 do not divide {world.size} ranks; raise a ValueError that says so"
 
 
 def _all_reduce(

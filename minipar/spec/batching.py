@@ -155,16 +155,18 @@ class Step:
                 return (
                     f"num_read of text {text.number} became {text.num_read}; `advance` counts what was read"
                 )
-            if text.number in count:
-                end = text.num_read + count[text.number]
-                if len(text.table) != (need := self.pool.blocks_for(end)):
-                    return f"text {text.number} reads up to {end} tokens with {_blocks(len(text.table))}; it needs {need}"
-            elif gave_up and text.table:
-                return f"num_read of text {text.number} is 0, and it keeps {_blocks(len(text.table))}"
-            elif not gave_up and len(text.table) < before.num_blocks:
-                return f"text {text.number} gave up blocks, and num_read is {text.num_read}: those tokens are nowhere"
-            elif len(text.table) > (before.num_blocks if not gave_up else 0):
-                return f"text {text.number} took blocks, and does not read"
+            end = text.num_read + count.get(text.number, 0)
+            due = 0 if gave_up else before.num_blocks
+            due = self.pool.blocks_for(end) if text.number in count else due
+            if len(text.table) != due:
+                does = (
+                    f"reads up to {end} tokens"
+                    if text.number in count
+                    else f"reads nothing, with num_read = {end}"
+                )
+                return (
+                    f"text {text.number} {does}, and holds {_blocks(len(text.table))}; it should hold {due}"
+                )
         return None
 
     def _unfair(self, pieces: list[Any]) -> str | None:
@@ -249,19 +251,14 @@ class Step:
                 tokens.append(token)
             what = f"after advance text {text.number}"
             if text.tokens != tokens:
-                extra = (
-                    "has read all of its tokens, and"
-                    if len(tokens) > len(was.tokens)
-                    else "has unread tokens, and"
-                )
-                return f"{what} {extra} has {len(text.tokens)} tokens; it should have {len(tokens)}, the last {tokens[-1]}"
-            if len(tokens) == text.end:
-                if text.table:
-                    return f"{what} is finished, and holds {_blocks(len(text.table))}"
-            elif text.num_read != num_read:
-                return f"{what} has num_read = {text.num_read}; it should be {num_read}"
-            elif len(text.table) != was.num_blocks:
-                return f"{what} holds {_blocks(len(text.table))}; before it held {was.num_blocks}, and it is not finished"
+                has = "has read all of its tokens" if len(tokens) > len(was.tokens) else "has unread tokens"
+                return f"{what} {has}, and has {len(text.tokens)}; it should have {len(tokens)}, the last {tokens[-1]}"
+            finished = len(tokens) == text.end
+            due = (text.num_read, 0) if finished else (num_read, was.num_blocks)
+            if due != (text.num_read, len(text.table)):
+                state = "is finished" if finished else "is not finished"
+                has = f"num_read = {text.num_read} and {_blocks(len(text.table))}"
+                return f"{what} {state}, and has {has}; it should have {due[0]} and {due[1]}"
         return self._wrong_blocks()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from minipar.spec.convention import stated
 from minipar.spec.counted import Messages, Posted, counted, sent_by
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage
+from minipar.spec.varied import strided
 from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes
 from minipar.support.chunks import chunk_sizes
 
@@ -161,9 +162,15 @@ def _asked(calls: list[Call], implementation: Implementation, size: int) -> list
     return [replace(c, shape=(-(-c.shape[0] // size) * size, *c.shape[1:]), sizes=None) for c in calls]
 
 
-def _strided(x: Tensor) -> Tensor:
-    """Return a strided view equal to x: every second entry of a longer tensor."""
-    return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
+def _each(
+    world: Comm,
+    implementation: Implementation,
+    collective: str,
+    calls: Callable[[str, int], list[Call]],
+    judge: Callable[[Comm, Implementation, Call], str | None],
+) -> str | None:
+    asked = _asked(calls(collective, world.size), implementation, world.size)
+    return first([judge(world, implementation, call) for call in asked])
 
 
 @contextmanager
@@ -185,22 +192,12 @@ def recording_peers(world: Comm) -> Iterator[Counter[int]]:
         yield sent
 
 
-def right(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    calls = _asked(calls_of(collective, world.size), implementation, world.size)
-    return first([wrong(world, implementation, call) for call in calls])
-
-
-def varied(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    calls = _asked(varied_calls(collective, world.size), implementation, world.size)
-    return first([wrong(world, implementation, call) for call in calls])
-
-
 def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None:
     """Make the call, implementation(comm, x, *arguments); return a description of the mistake on this rank, or None."""
     xs = call.inputs(world.size)
-    x = _strided(xs[world.rank]) if call.strided else xs[world.rank].clone()
+    x = strided(xs[world.rank]) if call.strided else xs[world.rank].clone()
     got = implementation(world, x, *call.arguments(world.size, world.rank))
-    what = f"rank {world.rank}: the result for {list(x.shape)} of {call.kind}"
+    what = f"the result for {list(x.shape)} of {call.kind}"
     if words := mismatch(what, got, call.result(xs, world.rank), world.size, rtol=call.rtol(world.size)):
         return words
     if got is not None and got.numel() and got.data_ptr() == x.data_ptr():
@@ -225,9 +222,9 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
                 if words := explain_sum(total, p):
                     own = total == mine and collective == "reduce_scatter"
                     hint = "; if another chunk has the whole sum, the order is one step off" if own else ""
-                    return f"rank {world.rank}: chunk {number}: {words}{hint}"
+                    return f"chunk {number}: {words}{hint}"
                 if found != number:
-                    return f"rank {world.rank}: chunk {number}: it is the sum of chunk {found}"
+                    return f"chunk {number}: it is the sum of chunk {found}"
         return None
     call = _asked(calls_of(collective, p), implementation, p)[1]
     xs = [torch.full(x.shape, 10**r, dtype=torch.int64) for r, x in enumerate(call.inputs(p))]
@@ -235,14 +232,14 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
     want = call.result(xs, world.rank)
     assert want is not None
     if got.shape == want.shape and got.dtype != want.dtype:
-        return mismatch(f"rank {world.rank}: the result", got, want)
+        return mismatch("the result", got, want)
     if got.shape != want.shape:
-        return f"rank {world.rank}: the result has shape {list(got.shape)}; it should have {list(want.shape)}"
+        return f"the result has shape {list(got.shape)}; it should have {list(want.shape)}"
     owners = {10**r: r for r in range(p)}
     for i, (a, b) in enumerate(zip(got.tolist(), want.tolist())):
         if a != b:
             from_ = f"rank {owners[a]}'s" if a in owners else f"{a}"
-            return f"rank {world.rank}: entry {i} of its result is {from_}; it should be rank {owners[b]}'s"
+            return f"entry {i} of its result is {from_}; it should be rank {owners[b]}'s"
     return None
 
 
@@ -250,16 +247,7 @@ def runs(world: Comm, implementation: Implementation, collective: str) -> str | 
     call = _asked(calls_of(collective, world.size), implementation, world.size)[1]
     x = call.inputs(world.size)[world.rank]
     got = implementation(world, x, *call.arguments(world.size, world.rank))
-    return (
-        None
-        if isinstance(got, Tensor)
-        else f"rank {world.rank}: it returned a {type(got).__name__}, not a tensor"
-    )
-
-
-def ring_bytes(world: Comm, implementation: Implementation, collective: str) -> str | None:
-    calls = _asked(calls_of(collective, world.size), implementation, world.size)
-    return first([_wrong_bytes(world, implementation, call) for call in calls])
+    return None if isinstance(got, Tensor) else f"it returned a {type(got).__name__}, not a tensor"
 
 
 def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str | None:
@@ -271,18 +259,14 @@ def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str
     formula = sum(num_bytes for _, num_bytes in sent_by(name, {"input": parts}, r, p)[1])
     of = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
     by = "whoever keeps its own chunk" if name == "all_to_all" else "a ring"
-    return wrong_bytes(sent, formula, r, p, of, by)
+    return wrong_bytes(sent, formula, p, of, by)
 
 
-def _tree(world: Comm, broadcast: Implementation) -> str | None:
+def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | None:
     """Check that every rank gets x once, and all of them in ceil(log2 p) rounds, whichever the tree is.
 
     In a round a rank sends one message, in the order in which it sends them.
     """
-    return first([_wrong_tree(world, broadcast, call) for call in calls_of("broadcast", world.size)])
-
-
-def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | None:
     p, r = world.size, world.rank
     x = call.inputs(p)[r]
     with recording_peers(world) as sent, counted(world):
@@ -292,7 +276,7 @@ def _wrong_tree(world: Comm, broadcast: Implementation, call: Call) -> str | Non
     mine = torch.tensor([*sent, *[-1] * (p - len(sent))])
     whole = world.all_gather(mine).view(p, -1).tolist()
     total = int(world.all_reduce(torch.tensor([sum(sent.values())])))
-    what = f"rank {r}: with {p} ranks, x of {x.nbytes} bytes from rank {call.root}:"
+    what = f"with {p} ranks, x of {x.nbytes} bytes from rank {call.root}:"
     if total != (p - 1) * x.nbytes:
         return f"{what} all ranks together sent {total} bytes; p - 1 ranks get x, {(p - 1) * x.nbytes}"
     round_of, todo, rounds = {call.root: 0}, [call.root], (p - 1).bit_length()
@@ -311,10 +295,14 @@ def same_bits(world: Comm, implementation: Implementation) -> str | None:
     xs = [torch.randn(50, generator=draw) for _ in range(world.size)]
     mine = implementation(world, xs[world.rank])
     if not torch.equal(mine, world.broadcast(mine)):
-        return f"rank {world.rank}: its sum of float32 differs from rank 0's in rounding: ranks would drift apart"
+        return "its sum of float32 differs from rank 0's in rounding: ranks would drift apart"
     return None
 
 
+right = partial(_each, calls=calls_of, judge=wrong)
+varied = partial(_each, calls=varied_calls, judge=wrong)
+ring_bytes = partial(_each, calls=calls_of, judge=_wrong_bytes)
+_tree = partial(_each, calls=calls_of, judge=_wrong_tree)
 KNOWN = {
     "reduce_scatter": ("equal lengths",),
     "all_to_all": ("equal lengths",),
@@ -335,7 +323,7 @@ def specification(name: str, signature: str, says: str) -> Specification:
         Stage("runs", partial(runs, collective=name), (2, 3, 1)),
         Stage("small", partial(whose_part, collective=name), (2, 3)),
         Stage("drawn", partial(right, collective=name)),
-        Stage("bytes", _tree if name == "broadcast" else partial(ring_bytes, collective=name), (3, 4)),
+        Stage("bytes", partial(_tree if name == "broadcast" else ring_bytes, collective=name), (3, 4)),
     ]
     if name == "all_reduce":
         stages.append(Stage("order", same_bits, (3, 4)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from minipar.model.attention import plain_attention
 from minipar.spec.question import VARIED_SEED, Given, Question, sends, specification
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification
 from minipar.spec.varied import FLOAT32, KINDS, NAN, Kind
 from minipar.spec.words import generator, normal
 
@@ -93,18 +92,11 @@ def _specification(
     name: str, signature: str, question: Question, formula: Callable[[int], float], says: str
 ) -> Specification:
     """formula(p): the bytes that a rank sends, in those of its queries."""
-    bytes_ = partial(
-        sends,
-        question=question,
-        formula=lambda given, r: (formula(len(given)) * given[r]["q"].nbytes,),
-        says=says,
-    )
+    stage = sends(question, lambda given, r: (formula(len(given)) * given[r]["q"].nbytes,), says)
     requirement = (
         f"Each rank has a piece of the sequence, and gets its part of the attention; it sends {says}."
     )
-    return specification(
-        name, signature, requirement, [question], [Stage("bytes", bytes_, (2, 4))], (*KINDS, LATE)
-    )
+    return specification(name, signature, requirement, [question], [stage], (*KINDS, LATE))
 
 
 ATTENTION = Question(_draw, _attention, ("the attention of its queries",), by_name=CAUSAL)

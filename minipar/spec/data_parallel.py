@@ -41,17 +41,19 @@ WIDTH = 20
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 8
 
 
-def _layers(seed: int) -> nn.Module:
-    """Return five layers, each of which is a bucket."""
-    net = chain(seed, WIDTH, 5)
-    net.bucket_mb = LAYER_BYTES / 2**20
-    return net
+class Layers(nn.Sequential):
+    """Five layers, each of which is a bucket."""
+
+    bucket_mb = LAYER_BYTES / 2**20
+
+    def __init__(self, seed: int):
+        super().__init__(*chain(seed, WIDTH, 5))
 
 
 def _overlaps(world: Comm, make: Implementation) -> str | None:
     """Check that buckets start during the backward, without a wait before it ends."""
     events: list[tuple[str, int]] = []
-    net = _layers(0)
+    net = Layers(0)
     for layer in net.children():
         weight = layer.get_parameter("weight")
         weight.register_post_accumulate_grad_hook(lambda _: events.append(("gradient", 0)))
@@ -65,9 +67,9 @@ def _overlaps(world: Comm, make: Implementation) -> str | None:
             trainee.finish()
     last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=0)
     if sum(num_bytes for what, num_bytes in events[:last] if what == "launch") < LAYER_BYTES / 2:
-        return f"rank {world.rank}: nothing is sent before the last gradient is there: no overlap"
+        return "nothing is sent before the last gradient is there: no overlap"
     if ("wait", 0) in events[:last]:
-        return f"rank {world.rank}: it waits before the last gradient is there: no overlap"
+        return "it waits before the last gradient is there: no overlap"
     return None
 
 
@@ -76,7 +78,7 @@ def _buckets(world: Comm, make: Implementation) -> str | None:
 
     Buckets have equal sizes, so that ranks that start them in different orders add other layers' gradients to their own.
     """
-    words = trains(world, make, _start, (_layers,), width=WIDTH)
+    words = trains(world, make, _start, (Layers,), width=WIDTH)
     return words and (
         f"{words}: with a bucket for each layer; is every bucket reduced, and are they started in the same order on all "
         "ranks?"

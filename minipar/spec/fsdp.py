@@ -38,7 +38,7 @@ def _bytes(world: Comm, make: Implementation) -> str | None:
     padding = 3 * len(net) * (p - 1) * PADDING_BYTES
     if not 0.99 * least <= sent.sent_bytes <= 1.01 * most + padding:
         return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; two gathers and a "
+            f"{p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; two gathers and a "
             f"reduce-scatter send 3(p-1)/p of them, {most:.0f}, or a gather of the last unit less"
         )
     return None
@@ -57,11 +57,11 @@ def _memory(world: Comm, make: Implementation) -> str | None:
     held = held_bytes(before)
     if held > 1.1 * 4 * total / p + 64 * 64 * 4:
         return (
-            f"rank {world.rank}: {p} ranks: {held} bytes are held between steps; parameters, gradients and two states "
+            f"{p} ranks: {held} bytes are held between steps; parameters, gradients and two states "
             f"over p are {4 * total / p:.0f}: something is whole"
         )
     if live.peak > 0.9 * total + total / p * 2 + 60_000:
-        return f"rank {world.rank}: {live.peak} bytes are made in a step; units of {total // 8} bytes are not freed"
+        return f"{live.peak} bytes are made in a step; units of {total // 8} bytes are not freed"
     return None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch.func import functional_call
 
 from minipar.model.moe import MoE
 from minipar.spec.question import Given, Question, sends, specification
-from minipar.spec.specification import Stage
 from minipar.spec.varied import AGAIN, FLOAT32, LARGE, PLAIN, STRIDED, Kind
 from minipar.spec.words import generator, normal
 
@@ -107,18 +104,7 @@ SPECIFICATIONS = [
         "dispatch(comm, rows, counts, gate, up, down)",
         "Each row goes to the rank of its expert, and its result comes back to its place.",
         [DISPATCH],
-        [
-            Stage(
-                "bytes",
-                partial(
-                    sends,
-                    question=DISPATCH,
-                    formula=_crossing,
-                    says="rows that cross, forward and backward, and counts",
-                ),
-                (2, 4),
-            )
-        ],
+        [sends(DISPATCH, _crossing, "rows that cross, forward and backward, and counts")],
     ),
     specification(
         "switch",

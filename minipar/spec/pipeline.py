@@ -106,7 +106,7 @@ def _step(world: Comm, step: Implementation, seed: int, m: int, peak: Peak, head
     more = "header" in stated(step) and 0 <= sent.sent_bytes - formula <= HEADER_BYTES
     if not more and (
         words := wrong_bytes(
-            sent, formula, r, p, f"{m} microbatches of {act} bytes", "one message per microbatch and way"
+            sent, formula, p, f"{m} microbatches of {act} bytes", "one message per microbatch and way"
         )
     ):
         return words
@@ -130,7 +130,9 @@ def _memory(world: Comm, step: Implementation, peak: Peak) -> str | None:
             step(world, stage, _loss, *ends, m, (rows, WIDTH), torch.float64)
         peaks.append(live.peak)
     if peaks[1] > 2 * peaks[0] * peak(p, r, 3 * p) / peak(p, r, p):
-        return f"rank {r}: with {3 * p} microbatches {peaks[1]} bytes are allocated, with {p} {peaks[0]}: is a graph kept?"
+        return (
+            f"with {3 * p} microbatches {peaks[1]} bytes are allocated, with {p} {peaks[0]}: is a graph kept?"
+        )
     return None
 
 

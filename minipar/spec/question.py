@@ -105,15 +105,15 @@ class Asked:
         """Compare the results."""
         r, names = self.world.rank, self.question.results
         if len(self.got) != len(names):
-            return f"rank {r}: it returned {_kind(self.got)}; return {', '.join(names)}"
+            return f"it returned {_kind(self.got)}; return {', '.join(names)}"
         for i, (name, got, want) in enumerate(zip(names, self.got, self.answers[r])):
             if self.kind.nan and i >= self.question.reached_by_nan:
                 continue
             if not want.is_floating_point():
                 if int(got) != int(want):
-                    return f"rank {r}: {name} is {int(got)}; it should be {int(want)}"
+                    return f"{name} is {int(got)}; it should be {int(want)}"
                 continue
-            what = f"rank {r}: {name}{self.options}"
+            what = f"{name}{self.options}"
             if name in self.question.summands:
                 if not isinstance(got, Tensor) or got.shape != want.shape or not got.requires_grad:
                     lost = ", which autograd cannot follow" if isinstance(got, Tensor) else ""
@@ -166,7 +166,7 @@ class Asked:
             wants = [grad_of(x) for x in leaves]
             if self.residual and name == next(iter(self.leaves)):
                 wants[r] = wants[r] + self.dy
-            what = f"rank {r}: the gradient of {name} {self.what}".rstrip()
+            what = f"the gradient of {name} {self.what}".rstrip()
             if words := self._mismatch(what, got, wants):
                 return words + self._cause(got, wants[r], added)
         return None
@@ -229,25 +229,32 @@ def ask_often(
     return None
 
 
+Formula = Callable[[Given, int], range | tuple[float, ...]]
+
+
 def sends(
-    world: Comm,
-    function: Implementation,
     question: Question,
-    formula: Callable[[Given, int], range | tuple[float, ...]],
+    formula: Formula,
     says: str,
+    sizes: tuple[int, ...] = (2, 4),
     algorithm: str = "ring",
-) -> str | None:
-    """Check the bytes that this rank sends, forward and backward. formula(given, rank): those that are right."""
-    r = world.rank
-    given = question.draw(world.size, 1, PLAIN)
-    with counted(world) as sent:
-        Asked(world.using(algorithm), function, question, 1).backward(1)
-    right = formula(given, r)
-    left = 2 * (world.size - 1) / world.size * sum(given[r][name].nbytes for name in wholes(given))
-    if sent.sent_bytes + left * ("partial gradients" in stated(function)) in right:
-        return None
-    said = f"{right[0]} to {right[-1]}" if isinstance(right, range) else " or ".join(f"{n:g}" for n in right)
-    return f"rank {r}: with {world.size} ranks it sent {in_words(sent)}; {says} send {said}"
+) -> Stage:
+    """Return the stage of the bytes that a rank sends, forward and backward. formula(given, rank): those that are right."""
+
+    def body(world: Comm, function: Implementation) -> str | None:
+        given = question.draw(world.size, 1, PLAIN)
+        with counted(world) as sent:
+            Asked(world.using(algorithm), function, question, 1).backward(1)
+        right = formula(given, world.rank)
+        left = 2 * (world.size - 1) / world.size * sum(given[0][name].nbytes for name in wholes(given))
+        if sent.sent_bytes + left * ("partial gradients" in stated(function)) in right:
+            return None
+        said = (
+            f"{right[0]} to {right[-1]}" if isinstance(right, range) else " or ".join(f"{n:g}" for n in right)
+        )
+        return f"with {world.size} ranks it sent {in_words(sent)}; {says} send {said}"
+
+    return Stage("bytes", body, sizes)
 
 
 def _kind(x: object) -> str:
@@ -256,8 +263,8 @@ def _kind(x: object) -> str:
 
 def bodies(question: Question, kinds: Sequence[Kind], alone: bool) -> dict[str, Body]:
     """Return the bodies of the stages that every question has."""
-    world = [ALONE] * alone
-    once, often = (partial(how, *world, question=question) for how in (ask, ask_often))
+    hows: tuple[Any, ...] = (ask, ask_often)
+    once, often = (partial(how, *[ALONE] * alone, question=question) for how in hows)
     return {
         "runs": partial(once, seed=0),
         "small": every(*(partial(once, seed=seed) for seed in (0, 1))),

@@ -9,7 +9,7 @@ import torch
 
 from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage
-from minipar.spec.words import generator, mismatch, normal, wrong_entries
+from minipar.spec.words import first, generator, mismatch, normal, wrong_entries
 
 R, C = 12, 10
 WHOLE = torch.arange(R * C, dtype=torch.float64).view(R, C) + 1
@@ -61,12 +61,8 @@ def _right(reshard: Implementation, saved: str, wanted: str, files: bool = False
     return None
 
 
-def _drawn(reshard: Implementation) -> str | None:
-    return next(filter(None, (_right(reshard, *pair) for pair in product(LAYOUTS, LAYOUTS))), None)
-
-
-def _files(reshard: Implementation) -> str | None:
-    return next(filter(None, (_right(reshard, *pair, True) for pair in product(LAYOUTS, LAYOUTS))), None)
+def _each(reshard: Implementation, files: bool) -> str | None:
+    return first(_right(reshard, *pair, files) for pair in product(LAYOUTS, LAYOUTS))
 
 
 def _varied(reshard: Implementation) -> str | None:
@@ -128,8 +124,8 @@ SPECIFICATIONS = [
         (
             Stage("runs", partial(_right, saved="one file", wanted="one file"), ()),
             Stage("small", partial(_right, saved="rows", wanted="columns"), ()),
-            Stage("drawn", _drawn, ()),
-            Stage("bytes", _files, ()),
+            Stage("drawn", partial(_each, files=False), ()),
+            Stage("bytes", partial(_each, files=True), ()),
             Stage("varied", _varied, ()),
             Stage("refusals", _refuses, ()),
         ),

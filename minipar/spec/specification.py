@@ -188,8 +188,8 @@ class Specification:
                 )
             if words is not None and WrongSignature.__name__ in words:
                 words = f"{words.replace(f'{WrongSignature.__name__}: ', '')}; asked is {self.signature}"
-            asked = any(note.asked for note in (*notes, said))
-            verdicts.append(Verdict(stage.name, words, said.sent, asked))
+            called = any(note.asked for note in (*notes, said))
+            verdicts.append(Verdict(stage.name, words, said.sent, called))
             if words is not None:
                 break
         return Report(self.name, tuple(verdicts), len(wanted), said.conventions if verdicts else ())

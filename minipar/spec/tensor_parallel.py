@@ -12,7 +12,7 @@ from torch import Tensor
 from minipar.model.attention import plain_attention
 from minipar.model.norm import rms_norm
 from minipar.spec.question import Given, Question, sends, specification
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification
 from minipar.spec.varied import KINDS, Kind
 from minipar.spec.words import generator, normal
 
@@ -88,7 +88,7 @@ def _specification(
     requirement = (
         f"{each}; each rank's part of a matrix gets its part of the gradient, and what is whole a whole one."
     )
-    stage = Stage("bytes", partial(sends, question=question, formula=formula, says=says), (2, 4))
+    stage = sends(question, formula, says)
     return specification(name, signature, requirement, [question], [stage], kinds, ("partial gradients",))
 
 

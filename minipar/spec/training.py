@@ -156,11 +156,21 @@ LARGE_STEP = (torch.optim.SGD, {"lr": 10.0})
 class Beside:
     """A model on ranks, which begin with different parameters, and the same in one process, which begins with rank 0's."""
 
-    def __init__(self, world: Comm, trained: Trained, optimizer: tuple[Any, Options], kind: Kind):
-        self.world, self.width, self.kind, (cls, options) = world, trained.width, kind, optimizer
-        self.net = trained.make(trained.seed + world.rank).to(kind.dtype)
-        self.model = trained.make(trained.seed).to(kind.dtype).double()
-        self.trainee = trained.start(trained.implementation, self.net, world, cls, options)
+    def __init__(
+        self,
+        world: Comm,
+        implementation: Implementation,
+        start: Start,
+        make: Callable[[int], nn.Module],
+        seed: int,
+        width: int,
+        optimizer: tuple[Any, Options],
+        kind: Kind,
+    ):
+        self.world, self.width, self.kind, (cls, options) = world, width, kind, optimizer
+        self.net = make(seed + world.rank).to(kind.dtype)
+        self.model = make(seed).to(kind.dtype).double()
+        self.trainee = start(implementation, self.net, world, cls, options)
         if self.trainee.alike == "parameters":  # buffers are no optimizer's
             for mine, rank_0s in zip(self.net.buffers(), self.model.buffers()):
                 mine.copy_(rank_0s)
@@ -252,16 +262,6 @@ class Beside:
         return None
 
 
-class Trained(NamedTuple):
-    """An implementation, how it starts to train, and a model of inputs [3, width] for it."""
-
-    implementation: Implementation
-    start: Start
-    make: Callable[[int], nn.Module]
-    seed: int
-    width: int = 4
-
-
 def trains(
     world: Comm,
     implementation: Implementation,
@@ -275,14 +275,14 @@ def trains(
 ) -> str | None:
     """Train one model of each of `makes`, all of them in turn."""
     several = [
-        Beside(world, Trained(implementation, start, make, seed + 3 * n, width), optimizer, kind)
+        Beside(world, implementation, start, make, seed + 3 * n, width, optimizer, kind)
         for n, make in enumerate(makes)
     ]
     for part in ("begin", *(part for move in moves for part in MOVES[move])):
         for number, one in enumerate(several, 1):
             if words := getattr(one, part)():
                 of = f": model {number} of {len(several)}, trained in turn" if len(several) > 1 else ""
-                return f"rank {world.rank}: {words}{of}"
+                return f"{words}{of}"
     return None
 
 
@@ -332,7 +332,7 @@ def reduced_bytes(world: Comm, implementation: Implementation, start: Start) -> 
     formula = 2 * (p - 1) / p * num_bytes
     if abs(sent.sent_bytes - formula) > 0.02 * formula + 64 * p:  # parts may be padded
         return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; averaging sends "
+            f"{p} ranks, {num_bytes} bytes of parameters: it sent {in_words(sent)}; averaging sends "
             f"2(p-1)/p of them, by a reduce-scatter and an all-gather, {formula:.0f}"
         )
     return None

@@ -14,6 +14,11 @@ RANKS = (2, 5)  # world sizes on which varied inputs are tried
 ROUNDING = {torch.float64: RTOL, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
+def strided(x: Tensor) -> Tensor:
+    """Return a view equal to x that is not contiguous: every second entry of a longer tensor."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of input, and its description for a report.
@@ -44,7 +49,7 @@ class Kind:
     def given(self, x: Tensor, requires_grad: bool = False) -> Tensor:
         """Return x as an implementation gets it: in its dtype, with its strides, in memory of its own."""
         x = x.detach().to(self.dtype if x.is_floating_point() else x.dtype, copy=True)
-        x = torch.stack([x, torch.zeros_like(x)], -1)[..., 0] if self.strided else x.contiguous()
+        x = strided(x) if self.strided else x.contiguous()
         return x.requires_grad_() if requires_grad else x
 
     def with_nan(self, x: Tensor) -> Tensor:

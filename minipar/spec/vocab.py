@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,7 +72,7 @@ def _no_whole_table(world: Comm, embedding: Implementation) -> str | None:
     with LiveBytes() as live:
         embedding(world, tokens, rows)
     if live.peak > rows.nbytes // 2:
-        return f"rank {world.rank}: {live.peak} bytes are allocated for {world.size} rows; the table is too large to move"
+        return f"{live.peak} bytes are allocated for {world.size} rows; the table is too large to move"
     return None
 
 
@@ -97,13 +95,7 @@ SPECIFICATIONS = [
         "The mean cross-entropy, from logits [N, V/tp] that never meet; three numbers per target travel, "
         "in float32 or wider.",
         [LOSS],
-        [
-            Stage(
-                "bytes",
-                partial(sends, question=LOSS, formula=_three_numbers, says="three numbers per target"),
-                (2, 4),
-            )
-        ],
+        [sends(LOSS, _three_numbers, "three numbers per target")],
         (*KINDS, APART, IMPOSSIBLE, CERTAIN),
     ),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from minipar.spec.from_file import Implementation
 from minipar.spec.question import VARIED_SEED, Asked, Given, Question, sends, specification
-from minipar.spec.specification import Stage
-from minipar.spec.varied import KINDS, NAN, Kind
+from minipar.spec.varied import KINDS, NAN, Kind, strided
 from minipar.spec.words import generator, normal
 
 CERTAIN = Kind("with logits of thousands", scale=1e3)
@@ -93,7 +91,7 @@ def _draw_gradients(size: int, seed: int, kind: Kind) -> Given:
     """
     draw, last = generator(size, seed, kind.seed), size - 1
     if seed == VARIED_SEED and kind != HUGE:
-        given = []
+        given: Given = []
         for rank in range(size):
             grads = [
                 normal(draw),
@@ -101,7 +99,7 @@ def _draw_gradients(size: int, seed: int, kind: Kind) -> Given:
                 normal(draw, 40, 3).float(),
                 normal(draw, 7, 9).bfloat16(),
             ]
-            grads = [torch.stack([g, 0 * g], -1)[..., 0] for g in grads if rank < last or size == 1]
+            grads = [strided(g) for g in grads if rank < last or size == 1]
             given.append({"grads": grads, "copies": [1] * len(grads)})
         if kind in ODD:
             given[0]["grads"][2][5, 1] = ODD[kind]
@@ -164,16 +162,11 @@ SPECIFICATIONS = [
         "The summands of all ranks add up to the mean cross-entropy over all counted tokens; -100 does not count.",
         [LOSS],
         [
-            Stage(
-                "bytes",
-                partial(
-                    sends,
-                    question=LOSS,
-                    formula=lambda given, r: range(8 * len(given) + 1),
-                    says="a count of 8 bytes, over a tree,",
-                    algorithm="tree",
-                ),
-                (2, 4),
+            sends(
+                LOSS,
+                lambda given, r: range(8 * len(given) + 1),
+                "a count of 8 bytes, over a tree,",
+                algorithm="tree",
             )
         ],
         (*KINDS, CERTAIN),
@@ -184,13 +177,7 @@ SPECIFICATIONS = [
         "grad_norm(comm, grads, copies)",
         "The norm of the whole model's gradient: each element counts once, however many ranks hold it.",
         [NORM],
-        [
-            Stage(
-                "bytes",
-                partial(sends, question=NORM, formula=_one_number, says="a ring of one number"),
-                (3, 4),
-            )
-        ],
+        [sends(NORM, _one_number, "a ring of one number", (3, 4))],
         (HUGE, VARIED, replace(VARIED, seed=1), NAN, INFINITE),
     ),
 ]

@@ -138,11 +138,11 @@ def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def wrong_bytes(sent: Traffic, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
-    """Return None if `rank` sent as many bytes as the formula says, otherwise a sentence with both numbers."""
+def wrong_bytes(sent: Traffic, formula: float, size: int, of: str, name: str) -> str | None:
+    """Return None if this rank sent as many bytes as the formula says, otherwise a sentence with both numbers."""
     if sent.sent_bytes == formula:
         return None
-    return f"rank {rank}: with {size} ranks and {of} it sent {in_words(sent)}; {name} sends {formula:g}"
+    return f"with {size} ranks and {of} it sent {in_words(sent)}; {name} sends {formula:g}"
 
 
 def in_words(sent: Traffic) -> str:

@@ -50,7 +50,7 @@ def _memory(world: Comm, make: Implementation, stage: int) -> str | None:
     allowed = whole + 6 * num_bytes / p
     if held > 1.05 * allowed + 64 * 64 * p:
         return (
-            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: {held} bytes are held before a step; "
+            f"{p} ranks, {num_bytes} bytes of parameters: {held} bytes are held before a step; "
             f"with 1/p of the state it is at most {allowed:.0f}: something is not cut"
         )
     return None
