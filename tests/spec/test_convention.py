@@ -2,69 +2,27 @@
 
 import re
 from functools import partial
+from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from minipar.simple import autograd, continuous, pipeline, tensor_parallel
 from minipar.spec import SPECIFICATIONS, check, conventions
 from minipar.spec.convention import CONVENTIONS
+from tests.spec.wrong.blind import along_a_chain
 
-
-def group_of(comm):
-    return comm.process_group()
-
-
-def summed(comm, x):
-    y = x.clone()
-    dist.all_reduce(y, group=group_of(comm))
-    return y
-
-
-def in_place(comm, x):
-    dist.all_reduce(x, group=group_of(comm))
-    return x
-
-
-def equal_parts(comm, x):
-    own = x.new_empty(len(x) // comm.size, *x.shape[1:])
-    dist.reduce_scatter_tensor(own, x.contiguous(), group=group_of(comm))
-    return own
-
-
-def to_the_next(comm, x):
-    y = torch.empty_like(x)
-    for message in dist.batch_isend_irecv(
-        [
-            dist.P2POp(
-                dist.isend, x.contiguous(), group_peer=(comm.rank + 1) % comm.size, group=group_of(comm)
-            ),
-            dist.P2POp(dist.irecv, y, group_peer=(comm.rank - 1) % comm.size, group=group_of(comm)),
-        ]
-    ):
-        message.wait()
-    return y
-
-
-def along_a_line(comm, x, root):
-    place = (comm.rank - root) % comm.size
-    y = x.clone() if place == 0 else comm.recv(x.shape, x.dtype, (comm.rank - 1) % comm.size)
-    if place < comm.size - 1:
-        comm.send(y, (comm.rank + 1) % comm.size)
-    return y
-
-
-def own_mean(comm, logits, targets):
-    return F.cross_entropy(logits, targets) / comm.size
+ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters"
+COLLECTIVES, LOSS = (run_path(str(ADAPTERS / f"{name}.py")) for name in ("collectives", "loss"))
 
 
 class ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm):
-        return summed(comm, x)
+        return COLLECTIVES["all_reduce"](comm, x)
 
     @staticmethod
     def backward(ctx, dy):
@@ -76,11 +34,15 @@ def without_f(comm, x, gate, up, down):
 
 
 STATED = {
-    "in place": ("all_reduce", in_place, "was written to"),
-    "equal lengths": ("reduce_scatter", equal_parts, "raised RuntimeError"),
-    "two ranks or more": ("shift", to_the_next, "on one rank"),
-    "any tree": ("broadcast", along_a_line, "the last rank gets it in round 3; a tree takes 2 rounds"),
-    "mean of means": ("global_loss", own_mean, "each rank divides by its own number of tokens"),
+    "in place": ("all_reduce", COLLECTIVES["all_reduce_"], "was written to"),
+    "equal lengths": ("reduce_scatter", COLLECTIVES["reduce_scatter"].__wrapped__, "raised RuntimeError"),
+    "two ranks or more": ("shift", COLLECTIVES["shift"].__wrapped__, "on one rank"),
+    "any tree": ("broadcast", along_a_chain, "the last rank gets it in round 3; a tree takes 2 rounds"),
+    "mean of means": (
+        "global_loss",
+        LOSS["global_loss"].__wrapped__,
+        "each rank divides by its own number of tokens",
+    ),
     "partial gradients": ("mlp", without_f, "the gradient of x .* add up to it"),
 }
 
@@ -153,7 +115,7 @@ def test_a_convention_that_a_specification_does_not_know_is_refused():
     with pytest.raises(
         ValueError, match="conventions='any tree' is unknown to all_reduce, which knows two ranks"
     ):
-        check("all_reduce", conventions("any tree")(summed), ["runs"])
+        check("all_reduce", conventions("any tree")(COLLECTIVES["all_reduce"]), ["runs"])
 
 
 def test_each_convention_is_known_to_a_specification_and_said_by_it():

@@ -85,17 +85,6 @@ def rounded_apart(comm, x):
     return y if x.dtype != torch.float32 else y * (1 + comm.rank * 1e-6)
 
 
-class _InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.comm.all_reduce_(dy), None
-
-
 def conjugates(**replaced):
     right = {
         name: getattr(autograd, name) for name in ("copy", "all_reduce", "gather_tokens", "scatter_tokens")
@@ -266,12 +255,6 @@ WRONG = [
     ("broadcast", lambda comm, x, root: comm.broadcast(x, 0), "small", "is rank 0's; it should be rank 1's"),
     ("all_to_all", lambda comm, x, send, recv: x, "small", "the result has shape"),
     ("conjugates", conjugates(copy=copy_without_a_sum), "small", "the gradient of x through copy"),
-    (
-        "conjugates",
-        conjugates(copy=lambda comm, x: _InPlace.apply(x, comm)),
-        "small",
-        "wrote to the gradient it was given",
-    ),
     (
         "conjugates",
         conjugates(all_reduce=all_reduce_that_sums_back),

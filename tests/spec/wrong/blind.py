@@ -123,13 +123,6 @@ class OfTheClass(ddp.DDP):
         OfTheClass.kept = groups
 
 
-class WritesItsInput(ddp.DDP):
-    def forward(self, x):
-        y = super().forward(x)
-        x.data.add_(1)  # unseen by autograd
-        return y
-
-
 class LargestFirst(ddp.DDP):
     """A bucket starts when its gradients are there, in no order."""
 
@@ -172,11 +165,6 @@ def average_of_each_layer(module, comm):
 class TwoOptions(zero.Zero1):
     def __init__(self, params, optimizer_cls, comm, lr, weight_decay=0.0, **others):
         super().__init__(params, optimizer_cls, comm, lr=lr, weight_decay=weight_decay)
-
-
-class ForgetsNothing(zero.Zero2):
-    def zero_grad(self):
-        pass
 
 
 class ShardsOfTheClass(zero.Zero1):
@@ -356,14 +344,12 @@ WRONG = {
     "broadcast": {"along a chain": along_a_chain},
     "reshard": {"by rows alone": by_rows_alone(reshard.reshard)},
     "ddp": {
-        "writes to x": WritesItsInput,
         "of the class": OfTheClass,
         "no order": LargestFirst,
         "frozen as they are": frozen_as_they_are,
     },
     "average_gradients": {"each layer": average_of_each_layer},
     "zero1": {"two options": TwoOptions, "of the class": ShardsOfTheClass},
-    "zero2": {"forgets nothing": ForgetsNothing},
     "fsdp": {"first gradient": FirstGradientFSDP, "whole after evaluation": WholeAfterEvaluation},
     "pipeline_gpipe": {
         "floats alone": steps(lambda p, rank, m: [*range(m), *(-1 - k for k in range(m))], FloatsAlone),

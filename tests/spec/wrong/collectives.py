@@ -352,6 +352,7 @@ WRONG = {
         "own part in its neighbour's place": own_part_in_its_neighbours_place,
         "rows turned": rows_turned(collectives.all_gather),
     },
+    "all_reduce": each(COLLECTIVE, collectives.all_reduce),
     "broadcast": {
         **each(COLLECTIVE, collectives.broadcast),
         "from the next root": from_the_next_root,
@@ -411,6 +412,7 @@ WRONG = {
 }
 RIGHT = {
     "reduce_scatter": {"without an exchange": without_an_exchange(collectives.reduce_scatter)},
+    "all_reduce": {"without an exchange": without_an_exchange(collectives.all_reduce)},
     "all_gather": {"ring to the left": ring_to_the_left},
     "broadcast": {"by halves": by_halves},
     "all_to_all": {"largest distance first": largest_distance_first},

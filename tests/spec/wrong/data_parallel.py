@@ -160,16 +160,6 @@ class LastBucketNotWaitedForDDP(ddp.DDP):
         return super().forward(*args)
 
 
-class NothingWaitedForDDP(ddp.DDP):
-    def _finish(self):
-        self.late = self.buckets
-
-    def forward(self, *args):
-        for bucket in getattr(self, "late", []):
-            bucket.handle.wait()
-        return super().forward(*args)
-
-
 class NextStepDDP(ddp.DDP):
     """The gradients arrive one step late."""
 
@@ -218,21 +208,6 @@ class IgnoresTheLossScaleDDP(ddp.DDP):
 class OneBucketDDP(ddp.DDP):
     def __init__(self, module, comm, bucket_mb=25.0):
         super().__init__(module, comm, 1e9)
-
-
-class InOwnOrderDDP(ddp.DDP):
-    """Odd ranks start their buckets in the reverse order."""
-
-    def _gradient_is_ready(self, param):
-        if self.comm.rank % 2 == 0:
-            return super()._gradient_is_ready(param)
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        next(b for b in self.buckets if any(p is param for p in b.params)).pending.remove(param)
-        if not any(b.pending for b in self.buckets):
-            for bucket in reversed(self.buckets):
-                bucket.start(self.comm)
 
 
 class SwapsTwoBucketsDDP(ddp.DDP):
@@ -298,11 +273,6 @@ def average_but_the_last(module, comm):
     comm.all_reduce(last.grad)
 
 
-def average_nan_as_zero(module, comm):
-    for p in module.parameters():
-        p.grad = comm.all_reduce(nan_as_zero(p.grad), "mean")
-
-
 def average_not_fetched(module, comm):
     handles = [comm.all_reduce(p.grad, "mean", async_op=True) for p in module.parameters()]
     for handle in handles:
@@ -324,16 +294,6 @@ def average_without_scalars(module, comm):
     for p in module.parameters():
         if p.numel() > 1:
             p.grad = comm.all_reduce(p.grad, "mean")
-
-
-def average_in_float32(module, comm):
-    for p in module.parameters():
-        p.grad = comm.all_reduce(p.grad.float(), "mean").to(p.dtype)
-
-
-def average_by_strides(module, comm):
-    for p in module.parameters():
-        p.grad = comm.all_reduce(with_dense_strides(p.grad), "mean")
 
 
 def average_of_the_weights(module, comm):
@@ -387,10 +347,6 @@ def zeros(cls):
             self.optimizer = self.make()
             super().step()
 
-    class IgnoresOptions(cls):
-        def __init__(self, params, optimizer_cls, comm, lr, **options):
-            super().__init__(params, optimizer_cls, comm, lr=lr)
-
     class GathersTheFirstStep(cls):
         def step(self):
             if hasattr(self, "done"):
@@ -412,28 +368,6 @@ def zeros(cls):
                 for p, old in zip(self.params, before):
                     if p.numel() == 1:
                         p.data.copy_(old)
-
-    class ShardsInFloat32(cls):
-        def step(self):
-            super().step()
-            for p in self.params:
-                p.data.copy_(p.data.float())
-
-    class FiveRanks(cls):
-        def step(self):
-            super().step()
-            if self.comm.size >= 5:
-                self.params[0].data.add_(1)
-
-    class LargeStay(cls):
-        """Only the first 1,000 elements of a parameter are gathered."""
-
-        def step(self):
-            before = [p.detach().clone() for p in self.params]
-            super().step()
-            for p, old in zip(self.params, before):
-                if p.numel() > 1000 and self.comm.size > 1:
-                    p.data.view(-1)[1000:] = old.view(-1)[1000:]
 
     class NeighboursShard(cls):
         """The parts are put together one rank further."""
@@ -472,26 +406,15 @@ def zeros(cls):
         "drops the tail": DropsTheTail,
         "forgets no gradient": ForgetsNothing,
         "forgets the state": ForgetsTheState,
-        "ignores options": IgnoresOptions,
         "gathers in the first step": GathersTheFirstStep,
         "scalars on rank 0 alone": ScalarsStay,
-        "parameters through float32": ShardsInFloat32,
-        "parameters wrong from five ranks on": FiveRanks,
-        "beyond 1,000 elements not gathered": LargeStay,
         "the neighbour's shard": NeighboursShard,
         "ignores strides": StridesForgotten,
         **{name: with_comm(cls, **change) for name, change in GRADIENTS.items()},
     }
     if cls is zero.Zero2:
-        wrong["overwrites the first backward's"] = OverwritesZero2
         wrong["frees the gradient only in step"] = LateZero2
     return wrong, {"gathers backwards": GathersBackwards}
-
-
-class OverwritesZero2(zero.Zero2):
-    def reduce_now(self, p):
-        self.gradients.pop(p, None)
-        super().reduce_now(p)
 
 
 class LateZero2(zero.Zero2):
@@ -545,34 +468,6 @@ class OverwritesFSDP(fsdp.FSDP):
         return super().forward(x)
 
 
-class InputCutOffFSDP(fsdp.FSDP):
-    def forward(self, x):
-        return super().forward(x.detach())
-
-
-class OutputInFloat32FSDP(fsdp.FSDP):
-    def forward(self, x):
-        y = super().forward(x)
-        return y.float().to(y.dtype) if y.dtype == torch.float64 else y
-
-
-class WorksOnceFSDP(fsdp.FSDP):
-    def forward(self, x):
-        if hasattr(self, "done"):
-            for unit in self.units:
-                unit.shard.data.copy_(unit.first)
-        else:
-            self.done = True
-            for unit in self.units:
-                unit.first = unit.shard.data.clone()
-        return super().forward(x)
-
-
-class IgnoresTheLossScaleFSDP(fsdp.FSDP):
-    def forward(self, x):
-        return OnesFromAbove.apply(super().forward(x))
-
-
 class PiecewiseFSDP(fsdp.FSDP):
     """Right: the gathers are broadcasts of each rank's shard."""
 
@@ -601,10 +496,6 @@ def loss(counted):
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / n
 
     return wrong
-
-
-def mean_of_means(comm, logits, targets):
-    return F.cross_entropy(logits, targets, ignore_index=-100) / comm.size
 
 
 def loss_without_max(comm, logits, targets):
@@ -659,13 +550,6 @@ def norm_of_norms(comm, grads, copies):
     return comm.all_reduce(total)
 
 
-def norm_that_writes(comm, grads, copies):
-    y = grad_norm.grad_norm(comm, grads, copies)
-    for g in grads:
-        g.zero_()
-    return y
-
-
 def norm_that_fails_without_gradients(comm, grads, copies):
     grads[0]
     return grad_norm.grad_norm(comm, grads, copies)
@@ -679,11 +563,6 @@ def norm_rank_0s(comm, grads, copies):
 def norm_without_scalars(comm, grads, copies):
     pairs = [(g, n) for g, n in zip(grads, copies) if g.numel() > 1]
     return grad_norm.grad_norm(comm, [g for g, _ in pairs], [n for _, n in pairs])
-
-
-def norm_five(comm, grads, copies):
-    y = grad_norm.grad_norm(comm, grads, copies)
-    return y * 2 if comm.size >= 5 else y
 
 
 def norm_twice_over():
@@ -724,7 +603,6 @@ WRONG = {
         "integer buffers through float32": IntegerBuffersThroughFloat32DDP,
         "works once": WorksOnceDDP,
         "last bucket not waited for": LastBucketNotWaitedForDDP,
-        "nothing waited for": NothingWaitedForDDP,
         "gradients of the step before": NextStepDDP,
         "scalars forgotten": ScalarsForgottenDDP,
         "ignores strides": StridesForgottenDDP,
@@ -732,24 +610,27 @@ WRONG = {
         "output as float32": OutputInFloat32DDP,
         "ignores the gradient from above": IgnoresTheLossScaleDDP,
         "one bucket": OneBucketDDP,
-        "buckets in their own order": InOwnOrderDDP,
         "swaps two buckets": SwapsTwoBucketsDDP,
         "first bucket alone": FirstBucketAloneDDP,
         "writes to the input": WritesToTheInputDDP,
     },
     "average_gradients": {
-        "float64 as float32": average_in_float32,
+        "float64 as float32": averaging(
+            lambda comm, own, mean: comm.all_reduce(own.float(), "mean").to(own.dtype)
+        ),
         "zero beyond 1,000 elements": averaging(lambda comm, own, mean: first_1000_only(comm, mean)),
         "wrong from five ranks on": averaging(lambda comm, own, mean: wrong_from_five(comm, mean)),
         "wrong in float32": averaging(lambda comm, own, mean: double_in(torch.float32)(comm, mean)),
         "wrong in bfloat16": averaging(lambda comm, own, mean: double_in(torch.bfloat16)(comm, mean)),
-        "nan is zero": average_nan_as_zero,
+        "nan is zero": averaging(lambda comm, own, mean: nan_as_zero(mean)),
         "divides by one rank less": averaging(lambda comm, own, mean: by_one_rank_less(comm, mean)),
         "but the last": average_but_the_last,
         "result not fetched": average_not_fetched,
         "the first step's": average_of_the_first_step(),
         "scalars forgotten": average_without_scalars,
-        "ignores strides": average_by_strides,
+        "ignores strides": averaging(
+            lambda comm, own, mean: comm.all_reduce(with_dense_strides(own), "mean")
+        ),
     },
     "zero1": ZERO1,
     "zero2": ZERO2,
@@ -765,10 +646,6 @@ WRONG = {
         ),
         "gathers the neighbour's": with_comm(fsdp.FSDP, result=neighbours, only=("all_gather",)),
         "overwrites the first backward's": OverwritesFSDP,
-        "cuts off the input": InputCutOffFSDP,
-        "output as float32": OutputInFloat32FSDP,
-        "ignores the gradient from above": IgnoresTheLossScaleFSDP,
-        "works once": WorksOnceFSDP,
     },
     "global_loss": {
         "float64 as float32": float64_as_float32(global_loss.global_loss),
@@ -782,7 +659,6 @@ WRONG = {
         "writes to the logits": writes_to_the_first(global_loss.global_loss),
         "the rank's own count": loss(lambda comm, targets: (targets != -100).sum() * comm.size),
         "counts what does not count": loss(lambda comm, targets: comm.all_reduce(torch.tensor(len(targets)))),
-        "mean of means": mean_of_means,
         "without the maximum": loss_without_max,
         "class 0 does not count": loss_that_ignores_0,
         "fails where nothing counts": loss_that_fails_on_nothing,
@@ -794,7 +670,7 @@ WRONG = {
     "grad_norm": {
         "squares in float32": norm_in_float32,
         "zero from 1,000 elements on": norm(lambda g: g if g.numel() < 1000 else g * 0),
-        "wrong from five ranks on": norm_five,
+        "wrong from five ranks on": wrong_from_five_ranks_on(grad_norm.grad_norm),
         "nan is zero": norm(nan_as_zero),
         "infinities are zero": norm(lambda g: torch.where(g.isinf(), torch.zeros_like(g), g)),
         "wrong in bfloat16": norm(lambda g: g * 2 if g.dtype == torch.bfloat16 else g),
@@ -803,7 +679,6 @@ WRONG = {
         "copies are all or one": norm(copies=lambda n, comm: comm.size if n > 1 else 1),
         "a sum of norms": norm_of_norms,
         "returns float32": norm(of=lambda y: y.float()),
-        "writes to the gradients": norm_that_writes,
         "fails without gradients": norm_that_fails_without_gradients,
         "right on rank 0 alone": norm_rank_0s,
         "scalars forgotten": norm_without_scalars,

@@ -174,7 +174,6 @@ KV_CACHE = {
     "not scaled": attending(lambda q, k, v: plain_attention(q * q.shape[3] ** 0.5, k, v)),
     "no maximum": attending(without_a_maximum),
     "cut does nothing": cutting(lambda self, length: None),
-    "cut one too many": cutting(lambda self, length: Cache.cut(self, max(0, length - 1))),
     "cut from the front": cutting(
         lambda self, length: vars(self).update(k=self.k[:, :, -length:], v=self.v[:, :, -length:])
     ),
@@ -283,13 +282,6 @@ class NeverTakesBack(BlockPool):
         self.holders[block] = 0
 
 
-class KeepsTheLast(BlockPool):
-    def allocate(self):
-        if len(self._free) <= 1:
-            raise RuntimeError("no block is free")
-        return super().allocate()
-
-
 class ReturnsNothing(BlockPool):
     def allocate(self):
         return super().allocate() if self._free else None
@@ -366,7 +358,6 @@ PAGED = {
         as_if(lambda m, size, pieces, *rows: (m, size, [(t, b, sorted(x)) for t, b, x in pieces], *rows))
     ),
     "one place further": pages(written(lambda t, size: (t // size, (t + 1) % size))),
-    "end of a block in the old block": pages(written(lambda t, size: (max(0, t - 1) // size, t % size))),
     "keys and values swapped": pages(written(lambda t, size: (t // size, t % size), lambda k, v: (v, k))),
     "first piece alone is written": pages(first_piece_alone_is_written),
     "every text reads the first rows": pages(every_text_reads_the_first_rows),
@@ -393,7 +384,6 @@ PAGED = {
     "nan is zero": pages(rows_as(nan_as_zero)),
     "block freed twice": pages(pool=FreesTwice),
     "block never taken back": pages(pool=NeverTakesBack),
-    "last block never used": pages(pool=KeepsTheLast),
     "nothing when full": pages(pool=ReturnsNothing),
     "one block for two": pages(pool=CountsOn),
     "one pool for all": pages(pool=one_pool_for_all()),
@@ -701,9 +691,7 @@ def by_position(pool, waiting, budget):
 
 SCHEDULER = {
     "one token beyond the budget": scheduler(planned(budget=lambda b: b + 1)),
-    "one token below the budget": scheduler(planned(budget=lambda b: max(1, b - 1))),
     "prompts first": scheduler(planned(order=lambda text: len(text.unread) == 1)),
-    "newest first": scheduler(planned(order=lambda text: -text.number)),
     "whole prompts only": scheduler(planned(tokens=lambda t, b: t.unread if len(t.unread) <= b else [])),
     "one token a text": scheduler(planned(tokens=lambda t, b: t.unread[: min(b, 1)])),
     "never preempts": scheduler(planned(room=preempting(lambda waiting, text: []))),
@@ -722,9 +710,6 @@ SCHEDULER = {
     "blocks for who does not read": scheduler(planned_for_all_but_read_by_one),
     "pieces of the step before": scheduler(pieces_of_before()),
     "finished text keeps its blocks": scheduler(advance=advanced(finishes=lambda text: False)),
-    "finished text one token late": scheduler(
-        advance=advanced(finishes=lambda text: text.num_read == text.end)
-    ),
     "finished text frees twice": scheduler(advance=advanced(release=freed_twice)),
     "writes before the prompt is read": scheduler(advance=advanced(writes=lambda text: True)),
     "counts one token a step": scheduler(advance=advanced(count=lambda tokens: 1)),
@@ -791,7 +776,6 @@ WORDS = {
     "scheduler_step": {
         "one token beyond the budget": "3 tokens are read; the budget is 2",
         "prompts first": "text 0 waits, and text 1 reads before its turn",
-        "newest first": "text 0 waits, and text 1 reads before its turn",
         "never preempts": "it needs 1 block more, and 1 could be had",
         "preempts the first in line": "gave up",
         "preempts the next in line": "text 2 gave up its blocks, and text 3, after it in line, kept them",

@@ -69,18 +69,6 @@ def overwrites(right):
     return wrong
 
 
-def writes_to_the_batch(right):
-    def wrong(comm, module, loss_fn, inputs, targets, m, shape, dtype):
-        copies = [None if x is None else x.clone() for x in (inputs, targets)]
-        loss = right(comm, module, loss_fn, *copies, m, shape, dtype)
-        for x in (inputs, targets):
-            if x is not None and x.is_floating_point():
-                x.detach().zero_()
-        return loss
-
-    return wrong
-
-
 def first_batch_again(right):
     kept = {}
 
@@ -101,15 +89,6 @@ def loss_of_the_last_microbatch(right):
 
         loss = right(comm, module, keeping, inputs, targets, m, shape, dtype)
         return None if loss is None else losses[-1].detach()
-
-    return wrong
-
-
-def fails_with_one_microbatch(right):
-    def wrong(comm, module, loss_fn, inputs, targets, m, shape, dtype):
-        if m == 1:
-            raise ZeroDivisionError("one microbatch")
-        return right(comm, module, loss_fn, inputs, targets, m, shape, dtype)
 
     return wrong
 
@@ -149,13 +128,11 @@ STEPS = {
     "divides by m twice": scaled(lambda comm, m: 1 / m),
     "sums": scaled(lambda comm, m: m),
     "overwrites .grad": overwrites,
-    "writes to the batch": writes_to_the_batch,
     "the first batch again": first_batch_again,
     "the loss of the last microbatch": loss_of_the_last_microbatch,
     "the loss times m": after(lambda comm, module, loss, m: None if loss is None else loss * m),
     "a loss on every rank": after(lambda comm, module, loss, m: torch.zeros(()) if loss is None else loss),
     "no loss": after(lambda comm, module, loss, m: None),
-    "fails with one microbatch": fails_with_one_microbatch,
     "zero with fewer microbatches than ranks": fewer_than_ranks,
     "ignores strides": ignores_batch_strides,
 }
@@ -263,15 +240,6 @@ def once(right):
     return lambda p, m: kept.setdefault(p, right(p, m))
 
 
-def fails_with_one_schedule(right):
-    def wrong(p, m):
-        if m == 1:
-            raise ZeroDivisionError("one microbatch")
-        return right(p, m)
-
-    return wrong
-
-
 def schedules(split):
     return {
         "actions missing": every(without_last),
@@ -288,7 +256,6 @@ def schedules(split):
         "another number of microbatches": fields(num_microbatches=lambda p, m: m + 1),
         "one microbatch at a time": one_at_a_time(split),
         "the first m again": once,
-        "fails with one microbatch": fails_with_one_schedule,
     }
 
 
