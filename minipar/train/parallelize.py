@@ -97,8 +97,7 @@ def _mesh_for(config: TrainConfig, mesh: Mesh) -> Mesh:
     if config.algorithm == "auto":
         return mesh
     assert mesh.world is not None
-    sizes = config.pp, config.dp, config.cp, config.tp, config.ep
-    return Mesh(mesh.world.using(config.algorithm), *sizes)
+    return Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes)
 
 
 # 1. pipeline --------------------------------------------------------------------------------------------------------
