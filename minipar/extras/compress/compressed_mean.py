@@ -44,11 +44,7 @@ class CompressedMean(Compressor):
         ] = {}  # by the keys of a message: the error of the mean of this rank's chunk
         self._of_mean: dict[Any, Tensor] = {}  # loaded errors of means, until a chunk of them is this rank's
 
-    @torch.no_grad()
-    def means(self, tensors: Tensors) -> Means:
-        """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
-        if self.comm.size == 1 or not tensors:
-            return dict(tensors)
+    def _means(self, tensors: Tensors) -> Means:
         group, parts = tuple(tensors), chunked(tensors, self.comm.size)
         mean, sizes = self._own_mean(parts), [sum(map(len, part.values())) for part in parts]
         if any(key in self._of_mean for key in group):
@@ -62,16 +58,12 @@ class CompressedMean(Compressor):
         payloads = self.comm.all_gather(own, lengths).split(lengths)
         return unfused(torch.cat([self._decoded(x, n) for x, n in zip(payloads, sizes)]), tensors)
 
-    @torch.no_grad()
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces. Sends to each other rank the codec's bytes for its pieces."""
-        own = parts[self.comm.rank]
-        if self.comm.size == 1 or not any(parts):
-            return dict(own)
+    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
+        """Send to each other rank the codec's bytes for its pieces."""
         while self._of_mean:  # the mean is not encoded here, so every rank sends the rest of it
             key, x = self._of_mean.popitem()
             self.worker.residuals[key] = self.worker.residuals[key] + x
-        return unfused(self._own_mean(parts), own)
+        return self._own_mean(parts)
 
     def _own_mean(self, parts: Sequence[Tensors]) -> Tensor:
         """Return the mean over ranks of this rank's pieces, fused."""

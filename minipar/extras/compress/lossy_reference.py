@@ -30,6 +30,7 @@ from minipar.extras.compress.run_state import Compressed, means_in_one_process
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import update_balance_bias
 from minipar.runtime.launch import run
+from minipar.support.chunks import bounds
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
@@ -84,11 +85,8 @@ class _Recorded(Compressor):
     def scattered_means(self, parts: Sequence[Keyed]) -> Means:
         params = list(dict.fromkeys(chain.from_iterable(parts)))
         pieces = {p: [part[p].clone() for part in parts if p in part] for p in params}
-        ends, cuts = dict.fromkeys(params, 0), []
-        for part in parts:
-            begins = dict(ends)
-            ends = {p: begin + len(part.get(p, ())) for p, begin in begins.items()}
-            cuts.append([(begins[p], ends[p]) for p in params])
+        ends = [bounds([len(part.get(p, ())) for part in parts]) for p in params]
+        cuts = [[(at[rank], at[rank + 1]) for at in ends] for rank in range(len(parts))]
         means = self.compressor.scattered_means(parts)
         self._record(params, [torch.cat(pieces[p]).view(p.shape) for p in params], [], cuts)
         return means

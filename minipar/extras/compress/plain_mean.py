@@ -30,15 +30,27 @@ class Compressor:
     """
 
     scatters = False
+    comm: Comm
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among the tensors of a step."""
         return self.means({key: x})[key]
 
+    @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
+        return dict(tensors) if self.comm.size == 1 or not tensors else self._means(tensors)
+
+    @torch.no_grad()
+    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
+        own = parts[self.comm.rank]
+        return dict(own) if self.comm.size == 1 or not any(parts) else unfused(self._scattered(parts), own)
+
+    def _means(self, tensors: Tensors) -> Means:
+        """Return the means of one or more tensors over two or more ranks."""
         raise NotImplementedError
 
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
+    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
+        """Return the means of this rank's pieces, fused, over two or more ranks."""
         raise NotImplementedError
 
     def state(self) -> State:
@@ -54,26 +66,15 @@ class PlainMean(Compressor):
     def __init__(self, comm: Comm):
         self.comm = comm
 
-    @torch.no_grad()
-    def means(self, tensors: Tensors) -> Means:
-        if self.comm.size == 1 or not tensors:
-            return dict(tensors)
+    def _means(self, tensors: Tensors) -> Means:
         return unfused(self.comm.all_reduce(fused(tensors), "mean"), tensors)
 
-    @torch.no_grad()
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces, by one reduce-scatter.
-
-        parts  for each rank, the pieces whose mean it keeps, flat
-
-        Sends (p-1)/p of the bytes of all pieces, if each rank keeps equally many elements.
-        """
+    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
+        """Reduce-scatter; sends (p-1)/p of the bytes of all pieces, if each rank keeps equally many elements."""
         sizes = [sum(map(len, part.values())) for part in parts]
-        pieces = [x for part in parts for x in part.values()]
-        if not pieces:
-            return {}
-        flat = torch.cat([widened(x) for x in pieces])
-        return unfused(self.comm.reduce_scatter(flat, "mean", sizes), parts[self.comm.rank])
+        flat = torch.cat([widened(x) for part in parts for x in part.values()])
+        mean: Tensor = self.comm.reduce_scatter(flat, "mean", sizes)
+        return mean
 
 
 def fused(tensors: Tensors) -> Tensor:

@@ -38,13 +38,9 @@ class PowerSGD(Compressor):
         # Q^T [r, m] of the last step, with which the next step begins
         self._factors: dict[object, Tensor] = {}
 
-    @torch.no_grad()
-    def means(self, tensors: Tensors) -> Means:
-        """Return approximate means of the tensors, in two all-reduces; see plain_mean.py."""
+    def _means(self, tensors: Tensors) -> Means:
         for x in tensors.values():
             require_finite(x, "a gradient")
-        if self.comm.size == 1:
-            return dict(tensors)
         thin = {key: x for key, x in tensors.items() if not self._is_whole(x)}
         local = {key: widened(x).reshape(_matrix_shape(x)) for key, x in thin.items()}
         for key in self.residuals.keys() & local.keys():

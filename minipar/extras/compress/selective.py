@@ -29,17 +29,19 @@ class Selective(Compressor):
         self.scatters = self.compressor.scatters
 
     def means(self, tensors: Tensors) -> Means:
-        chosen = {key: x for key, x in tensors.items() if self.select(key)}
-        others = {key: x for key, x in tensors.items() if key not in chosen}
+        chosen, others = self._divide(tensors)
         found = self.compressor.means(chosen) | self.plain.means(others)
         return {key: found[key] for key in tensors}
 
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
         """Return the means over ranks of this rank's pieces, compressed or not. Sends half as much as `means`."""
-        chosen = [{key: x for key, x in part.items() if self.select(key)} for part in parts]
-        others = [{key: x for key, x in part.items() if not self.select(key)} for part in parts]
+        chosen, others = zip(*map(self._divide, parts))
         found = self.compressor.scattered_means(chosen) | self.plain.scattered_means(others)
         return {key: found[key] for key in parts[self.comm.rank]}
+
+    def _divide(self, tensors: Tensors) -> tuple[Means, Means]:
+        chosen = {key: x for key, x in tensors.items() if self.select(key)}
+        return chosen, {key: x for key, x in tensors.items() if key not in chosen}
 
     def state(self) -> State:
         return self.compressor.state()

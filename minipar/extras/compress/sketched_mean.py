@@ -41,11 +41,7 @@ class SketchedMean(Compressor):
         self.comm, self.choose, self.ratio, self.error_feedback = comm, choose, ratio, error_feedback
         self.worker = Residuals()
 
-    @torch.no_grad()
-    def means(self, tensors: Tensors) -> Means:
-        """Return the mean over ranks of each tensor; see plain_mean.py."""
-        if self.comm.size == 1 or not tensors:
-            return dict(tensors)
+    def _means(self, tensors: Tensors) -> Means:
         own, sketches = self._own_mean(chunked(tensors, self.comm.size))
         recovered = torch.cat([sketch.recovered for sketch in sketches])
         counts = [int(sketch.recovered.sum()) for sketch in sketches]
@@ -53,13 +49,8 @@ class SketchedMean(Compressor):
         mean[recovered] = self.comm.all_gather(own[sketches[self.comm.rank].recovered], counts)
         return unfused(mean, tensors)
 
-    @torch.no_grad()
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces; see plain_mean.py."""
-        own = parts[self.comm.rank]
-        if self.comm.size == 1 or not any(parts):
-            return dict(own)
-        return unfused(self._own_mean(parts)[0], own)
+    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
+        return self._own_mean(parts)[0]
 
     def _own_mean(self, parts: Sequence[Tensors]) -> tuple[Tensor, list[Sketch]]:
         """Return the mean of this rank's pieces, fused, and the sketches of all ranks' pieces."""

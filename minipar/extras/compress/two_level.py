@@ -37,11 +37,7 @@ class TwoLevelMean(Compressor):
         self._shapes: dict[tuple[Any, ...], Tensors] = {}
         self._loaded: State = {}
 
-    @torch.no_grad()
-    def means(self, tensors: Tensors) -> Means:
-        """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
-        if self.comm.size == 1 or not tensors:
-            return dict(tensors)
+    def _means(self, tensors: Tensors) -> Means:
         group, flat = tuple(tensors), fused(tensors)
         if group not in self._shapes:
             self._begin(group, tensors)

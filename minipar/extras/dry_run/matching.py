@@ -19,7 +19,7 @@ Takes time in proportion to the number of messages.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, zip_longest
 
@@ -107,16 +107,8 @@ def _different_channels(programs: Sequence[Program]) -> list[str]:
 
 # A message's posted halves, by verb: "send" and "receive". It is delivered once there are both.
 Halves = dict[str, Message]
-
-
-@dataclass
-class Thread:
-    """A sequence of steps and how far it has come: a rank's main program, or an operation of one of its streams."""
-
-    rank: int
-    steps: list[Step]
-    operation: int | None = None
-    at: int = 0
+# A rank's main program, or an operation of one of its streams; yields the message or operation that it has to wait for.
+Thread = Iterator[object]
 
 
 @dataclass
@@ -154,57 +146,50 @@ class Execution:
 
     def run(self) -> list[str]:
         """Execute as far as possible; return sentences that say why the ranks that have not ended cannot go on."""
-        for rank, state in self.ranks.items():
-            self.ready.append(Thread(rank, state.program.main))
-            self.running.add(rank)
+        self.running.update(self.ranks)
+        self.ready.extend(map(self._main, self.ranks.values()))
         while self.ready:
-            self._advance(self.ready.popleft())
+            thread = self.ready.popleft()
+            if (waits_for := next(thread, None)) is not None:
+                self.waiting[waits_for].append(thread)
         return [*self.mismatched, *self._explanations()]
 
-    def _advance(self, thread: Thread) -> None:
-        """Execute a thread's steps until it has to wait, or ends."""
-        state = self.ranks[thread.rank]
-        while thread.at < len(thread.steps):
-            step = thread.steps[thread.at]
-            waits_for = self._execute(state, thread, step)
-            if waits_for is not None:
-                self.waiting[waits_for].append(thread)
-                return
-            thread.at += 1
-        if thread.operation is None:
-            self.running.discard(thread.rank)
-            return
-        operation = state.program.operations[thread.operation]
+    def _main(self, state: RankState) -> Thread:
+        yield from self._execute(state, state.program.main)
+        self.running.discard(state.program.rank)
+
+    def _operation(self, state: RankState, number: int) -> Thread:
+        operation = state.program.operations[number]
+        yield from self._execute(state, operation.steps)
         queue = state.queues[operation.channel]
         queue.popleft()
-        state.finished.add(thread.operation)
-        self._wake((thread.rank, thread.operation))
+        state.finished.add(number)
+        self._wake((state.program.rank, number))
         if queue:
-            self.ready.append(self._thread_of(thread.rank, queue[0]))
+            self.ready.append(self._operation(state, queue[0]))
 
-    def _execute(self, state: RankState, thread: Thread, step: Step) -> object | None:
-        """Execute one step; return the message or operation that it has to wait for, or None."""
-        if isinstance(step, Completed):
-            return self._not_delivered(state, step.post)
-        if isinstance(step, Finished):
-            return None if step.operation in state.finished else (thread.rank, step.operation)
-        if isinstance(step, Start):
-            queue = state.queues[state.program.operations[step.operation].channel]
-            queue.append(step.operation)
-            if len(queue) == 1:
-                self.ready.append(self._thread_of(thread.rank, step.operation))
-        elif isinstance(step, Post):
-            if step.number not in state.posts:
-                self._post(thread.rank, state, step)
-            if self.in_order:
-                return self._not_delivered(state, step.number)
-        return None
+    def _execute(self, state: RankState, steps: Sequence[Step]) -> Thread:
+        rank = state.program.rank
+        for step in steps:
+            if isinstance(step, Start):
+                queue = state.queues[state.program.operations[step.operation].channel]
+                queue.append(step.operation)
+                if len(queue) == 1:
+                    self.ready.append(self._operation(state, step.operation))
+            elif isinstance(step, Finished):
+                while step.operation not in state.finished:
+                    yield rank, step.operation
+            elif isinstance(step, Post):
+                self._post(rank, state, step)
+                if self.in_order:
+                    yield from self._deliver(state, step.number)
+            elif isinstance(step, Completed):
+                yield from self._deliver(state, step.post)
 
-    def _thread_of(self, rank: int, operation: int) -> Thread:
-        return Thread(rank, self.ranks[rank].program.operations[operation].steps, operation)
-
-    def _not_delivered(self, state: RankState, post: int) -> Key | None:
-        return next((key for key in state.posts[post] if len(self.halves[key]) < 2), None)
+    def _deliver(self, state: RankState, post: int) -> Thread:
+        for key in state.posts[post]:
+            while len(self.halves[key]) < 2:
+                yield key
 
     def _post(self, rank: int, state: RankState, post: Post) -> None:
         posted = []
@@ -247,8 +232,8 @@ class Execution:
         """
         waits: dict[int, list[Message]] = defaultdict(list)
         for key, halves in self.halves.items():
-            for thread in self.waiting.get(key, ()):
-                waits[thread.rank] += halves.values()
+            for message in halves.values() if key in self.waiting else ():  # one: of the rank that waits
+                waits[key[2] if message.verb == "send" else key[3]].append(message)
         counts = {
             rank: MessageCounts(list(waits[rank]), state.sent, state.received)
             for rank, state in self.ranks.items()

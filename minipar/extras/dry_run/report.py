@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
+from itertools import chain
 
 from minipar.extras.dry_run.run import DryRank, DryRun
 
@@ -80,12 +81,16 @@ def _table(result: DryRun) -> str:
         held = [_bytes(x) for x in first.holding]
         sent = [_bytes(first.sent[axis]) for axis in axes]
         rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
-    lines = [
+    return "\n".join(["What a rank holds, and sends in a step:", *_aligned(rows)])
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Format rows of cells as lines: the first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
         for row in rows
     ]
-    return "\n".join(["What a rank holds, and sends in a step:", *lines])
 
 
 def _beside_the_planner(result: DryRun) -> str:
@@ -95,13 +100,12 @@ def _beside_the_planner(result: DryRun) -> str:
     whats = list(dict.fromkeys(row.what for row in result.compared))
     of = {(row.what, row.pp): row for row in result.compared}
     titles = [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
-    lines = [f"{'Beside the planner:':22}" + "".join(f"{title:>16}" for title in titles)]
+    table = [["Beside the planner:", *titles]]
     for what in whats:
         rows = [of.get((what, pp)) for pp in ends]
-        cells = [
-            cell for row in rows for cell in ((_bytes(row.planned), _bytes(row.found)) if row else ("", ""))
-        ]
-        lines.append(f"{what:22}" + "".join(f"{cell:>16}" for cell in cells))
+        cells = [(_bytes(row.planned), _bytes(row.found)) if row else ("", "") for row in rows]
+        table.append([what, *chain.from_iterable(cells)])
+    lines = _aligned(table)
     if result.not_planned:
         lines.append(f"The planner leaves out {', '.join(result.not_planned)}.")
     return "\n".join(lines)

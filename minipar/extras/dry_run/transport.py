@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -159,10 +158,9 @@ class RecordedStream:
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
-        self._depth = 0  # number of this stream's operations that run
 
     def inside(self) -> bool:
-        return self._depth > 0
+        return any(operation.channel == self._key for operation in self._transport.running)
 
     def idle(self) -> bool:
         return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
@@ -175,19 +173,11 @@ class RecordedStream:
         number = len(program.operations)
         of.record(Start(number))
         program.operations.append(Recorded(self._key))
-        with self._running(program.operations[-1]):
-            result = operation()
-        return RecordedHandle(of, number, result)
-
-    @contextmanager
-    def _running(self, operation: Recorded) -> Iterator[None]:
-        self._transport.running.append(operation)
-        self._depth += 1
+        of.running.append(program.operations[-1])
         try:
-            yield
+            return RecordedHandle(of, number, operation())
         finally:
-            self._depth -= 1
-            self._transport.running.pop()
+            of.running.pop()
 
     def lane(self) -> str:
         return "main"
