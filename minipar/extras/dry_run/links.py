@@ -6,7 +6,7 @@ again. A rank posts a message when its program comes to it, and waits where its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from minipar.extras.dry_run.record import Completed, Key, Post, Program, key_of
 
@@ -17,36 +17,30 @@ def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> 
     Each program runs its operations in turn, as one blocking collective does. Raises ValueError if a rank waits for a
     message that no rank sends.
     """
-    steps = {
-        program.rank: [step for step in program.steps() if isinstance(step, Post | Completed)]
-        for program in programs
-    }
-    now, link_free = dict.fromkeys(steps, 0.0), dict.fromkeys(steps, 0.0)  # rank -> seconds
     arrived: dict[Key, float] = {}
-    posts: dict[tuple[int, int], Post] = {}
-    at = dict.fromkeys(steps, 0)
-    progress = True
-    while progress:
-        progress = False
-        for rank, own in steps.items():
-            while at[rank] < len(own):
-                step = own[at[rank]]
-                if isinstance(step, Post):
-                    posts[rank, step.number] = step
-                    if step.send is not None:
-                        start = max(now[rank], link_free[rank])
-                        link_free[rank] = start + alpha + beta * step.send.num_bytes
-                        arrived[key_of(rank, step.send)] = link_free[rank]
-                else:
-                    post = posts[rank, step.post]
-                    keys = [
-                        key_of(rank, message) for message in (post.send, post.receive) if message is not None
-                    ]
-                    if any(key not in arrived for key in keys):
-                        break  # the sender's program has not come so far
-                    now[rank] = max(now[rank], *(arrived[key] for key in keys))
-                at[rank] += 1
-                progress = True
-    if stuck := [rank for rank, own in steps.items() if at[rank] < len(own)]:
-        raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
-    return max(now.values(), default=0)
+    ended: dict[int, float] = {}  # rank -> seconds
+
+    def run(program: Program) -> Iterator[bool]:
+        """Execute as far as possible; yield False where a message has not been sent."""
+        now = link_free = 0.0
+        posts: dict[int, Post] = {}
+        for step in program.steps():
+            if isinstance(step, Post):
+                posts[step.number] = step
+                if step.send is not None:
+                    link_free = max(now, link_free) + alpha + beta * step.send.num_bytes
+                    arrived[key_of(program.rank, step.send)] = link_free
+            elif isinstance(step, Completed):
+                for message in filter(None, posts[step.post][1:]):
+                    while (key := key_of(program.rank, message)) not in arrived:
+                        yield False
+                    now = max(now, arrived[key])
+        ended[program.rank] = now
+
+    running = {program.rank: run(program) for program in programs}
+    while running:
+        before = len(arrived), len(ended)
+        running = {rank: program for rank, program in running.items() if not next(program, True)}
+        if running and before == (len(arrived), len(ended)):
+            raise ValueError(f"ranks {[*running]} wait for messages that no rank sends")
+    return max(ended.values(), default=0)
