@@ -16,8 +16,8 @@ from minipar.extras.compress.plain_mean import State, Tensors, cut, fused, widen
 class Residuals:
     """Error feedback for tensors, by key: `residuals[key]` is what was not sent of the tensor, flat.
 
-    `parts` are the tensors in one part or, if each rank gets the mean of its own pieces only, the pieces for each rank. The
-    pieces of a tensor, in the order of ranks, are the whole tensor, so residuals do not depend on how tensors are cut.
+    `parts` are, for each rank, the flat pieces of whose mean it makes. The pieces of a tensor, in the order of ranks, are
+    the whole tensor, so residuals do not depend on how tensors are cut.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Residuals:
         """
         wanted: list[Tensor] = []
         used: Counter[Any] = Counter()
-        nothing = widened(next(x for part in parts for x in part.values()).flatten()[:0])
+        nothing = widened(next(x for part in parts for x in part.values())[:0])
         for part in parts:
             x = fused(part) if part else nothing
             require_finite(x, "a gradient")
             for key, piece in cut(x, part).items():
                 start, used[key] = used[key], used[key] + piece.numel()
                 if key in self.residuals:
-                    piece += self.residuals[key][start : used[key]].view_as(piece)
+                    piece += self.residuals[key][start : used[key]]
             wanted.append(x)
         return wanted
 
@@ -46,7 +46,7 @@ class Residuals:
         pieces: dict[Any, list[Tensor]] = {}
         for part, own in zip(parts, left):
             for key, x in cut(own, part).items():
-                pieces.setdefault(key, []).append(x.flatten())
+                pieces.setdefault(key, []).append(x)
         self.residuals |= {key: own[0] if len(own) == 1 else torch.cat(own) for key, own in pieces.items()}
 
     def state(self) -> State:
