@@ -10,24 +10,19 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.spec.counted import recording
 from minipar.spec.from_file import Implementation
-from minipar.spec.specification import Body, Specification, Stage, every
+from minipar.spec.specification import Specification, Stage, every
 from minipar.spec.training import (
-    DRAWN,
     SGD,
     Branches,
-    Mixed,
-    Net,
     Options,
-    Start,
     Trainee,
     chain,
     frozen,
     loss_of,
     or_refused,
-    reduced_bytes,
     samples,
+    stages,
     trains,
-    varied,
 )
 
 
@@ -108,22 +103,7 @@ def _averaged(average_gradients: Implementation, *args: Any) -> Trainee:
     return _start(as_wrapper(average_gradients), *args)
 
 
-def _stages(start: Start, *more: Body) -> dict[str, Stage]:
-    train = partial(trains, start=start)
-    return {
-        "runs": Stage("runs", train, (1,)),
-        "small": Stage("small", partial(train, seed=1), (2,)),
-        "drawn": Stage("drawn", every(partial(train, makes=(Net, Mixed), moves=DRAWN, seed=2), *more)),
-        "bytes": Stage("bytes", partial(reduced_bytes, start=start), (3, 4)),
-        "varied": Stage("varied", partial(varied, start=start, make=Mixed), (2, 5)),
-    }
-
-
-AVERAGED = _stages(_averaged)
-OVERLAPPED = _stages(
-    _start,
-    partial(or_refused, start=_start, makes=(frozen,), moves=("train", "train")),
-)
+FROZEN = partial(or_refused, start=_start, makes=(frozen,), moves=("train", "train"))
 BRANCHES = partial(trains, start=_start, makes=(Branches, Branches), moves=("train", "twice"), seed=4)
 ORDER = Stage("order", every(_overlaps, _buckets, BRANCHES), (2, 3))
 
@@ -134,12 +114,12 @@ SPECIFICATIONS = [
         "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's. Frozen "
         "parameters may be refused, by an exception; parameters that get no gradient, and two forwards before a backward, "
         "are not asked for.",
-        tuple({**OVERLAPPED, "varied": ORDER, "last": OVERLAPPED["varied"]}.values()),
+        stages(_start, FROZEN, between=[ORDER]),
     ),
     Specification(
         "average_gradients",
         "average_gradients(module, comm)",
         "After it every rank's .grad is the mean over ranks.",
-        tuple(AVERAGED.values()),
+        stages(_averaged),
     ),
 ]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.spec.counted import counted
 from minipar.spec.from_file import Implementation
+from minipar.spec.specification import Body, Stage, every
 from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, PLAIN, Kind
 from minipar.spec.words import first, generator, grad_of, in_words, mismatch, normal
 
@@ -336,3 +337,26 @@ def reduced_bytes(world: Comm, implementation: Implementation, start: Start) -> 
             f"2(p-1)/p of them, by a reduce-scatter and an all-gather, {formula:.0f}"
         )
     return None
+
+
+def stages(
+    start: Start,
+    *more: Body,
+    optimizers: Sequence[tuple[Any, Options]] = (SGD,),
+    between: Sequence[Stage] = (),
+) -> tuple[Stage, ...]:
+    """Return the stages of what trains as one process does and sends as averaging does.
+
+    more     bodies of the drawn cases
+    between  stages before "varied"
+    """
+    train = partial(trains, start=start)
+    drawn = [partial(train, makes=(Net, Mixed), moves=DRAWN, optimizer=one, seed=2) for one in optimizers]
+    return (
+        Stage("runs", train, (1,)),
+        Stage("small", partial(train, seed=1), (2,)),
+        Stage("drawn", every(*drawn, *more)),
+        Stage("bytes", partial(reduced_bytes, start=start), (3, 4)),
+        *between,
+        Stage("varied", partial(varied, start=start, make=Mixed), (2, 5)),
+    )

@@ -11,21 +11,16 @@ from torch import nn
 from minipar.comm import Comm
 from minipar.spec.from_file import Implementation
 from minipar.spec.memory import held_bytes, storages
-from minipar.spec.specification import Specification, Stage, every
+from minipar.spec.specification import Specification, Stage
 from minipar.spec.training import (
-    DRAWN,
     OPTIMIZERS,
-    Mixed,
-    Net,
     Options,
     Trainee,
     chain,
     frozen,
     loss_of,
     or_refused,
-    reduced_bytes,
-    trains,
-    varied,
+    stages,
 )
 
 
@@ -57,8 +52,6 @@ def _memory(world: Comm, make: Implementation, stage: int) -> str | None:
 
 
 def _specification(stage: int) -> Specification:
-    train = partial(trains, start=_start)
-    drawn = [partial(train, makes=(Net, Mixed), moves=DRAWN, optimizer=one, seed=2) for one in OPTIMIZERS]
     refusable = partial(or_refused, start=_start, makes=(frozen,), moves=("train", "train"))
     cut = "the optimizer's state" if stage == 1 else "the optimizer's state and the gradients"
     return Specification(
@@ -66,13 +59,11 @@ def _specification(stage: int) -> Specification:
         f"Zero{stage}(params, optimizer_cls, comm, **options)",
         f"step() gives the parameters of one process; each rank keeps 1/p of {cut}. Optimizers are elementwise; frozen "
         "parameters may be refused, by an exception; parameters that get no gradient are not asked for.",
-        (
-            Stage("runs", train, (1,)),
-            Stage("small", partial(train, seed=1), (2,)),
-            Stage("drawn", every(*drawn, refusable)),
-            Stage("bytes", partial(reduced_bytes, start=_start), (3, 4)),
-            Stage("memory", partial(_memory, stage=stage), (2, 4)),
-            Stage("varied", partial(varied, start=_start, make=Mixed), (2, 5)),
+        stages(
+            _start,
+            refusable,
+            optimizers=OPTIMIZERS,
+            between=[Stage("memory", partial(_memory, stage=stage), (2, 4))],
         ),
     )
 
