@@ -32,13 +32,19 @@ from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.comm.transport.stream import Pending
 from minipar.config.model_config import ModelConfig
-from minipar.inference.blocks import BlockPool
-from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second, refusal
+from minipar.inference.engine import (
+    Duration,
+    Engine,
+    Options,
+    Result,
+    Results,
+    one_second,
+    refusal,
+    scheduler_of,
+)
 from minipar.inference.events import Event, Kind, StepCounts
-from minipar.inference.policy import find_policy
-from minipar.inference.prefix import PrefixCache
 from minipar.inference.request import Request
-from minipar.inference.scheduler import Scheduler, Sequence
+from minipar.inference.scheduler import Sequence
 from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
 from minipar.mesh import Mesh
 from minipar.model.sampling import NOT_FINITE, NotFinite
@@ -157,7 +163,7 @@ def first_tokens(requests: Items[Request], options: Options, duration: Duration)
     time may be so large that no step increases it.
     """
     times: dict[int, float] = {}
-    scheduler, now_s = _scheduler(options), 0.0
+    scheduler, now_s = scheduler_of(options), 0.0
     coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
     while coming or scheduler.sequences:
         if not scheduler.sequences:
@@ -176,15 +182,6 @@ def first_tokens(requests: Items[Request], options: Options, duration: Duration)
                 finished.append(read.sequence.number)
         times |= {number: now_s for number in sorted(finished)}
     return times
-
-
-def _scheduler(options: Options) -> Scheduler:
-    pool = BlockPool(options.num_blocks, options.block_size)
-    prefix = PrefixCache(pool) if options.prefix_cache else None
-    swap = options.preemption == "swap"
-    return Scheduler(
-        pool, find_policy(options.policy), options.token_budget, options.max_running, prefix, swap=swap
-    )
 
 
 class Side(Engine):

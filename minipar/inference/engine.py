@@ -141,14 +141,11 @@ class Step:
     """A step in flight.
 
     ready_s  the time at which it was planned
-    ends     the sequences that get new tokens, in the row order of `answer`
-    answer   the tokens, [len(ends), num_drafts + 1], padded with NO_TOKEN
+    answer   for each read that writes, its new tokens: [reads that write, num_drafts + 1], padded with NO_TOKEN
     """
 
     plan: Plan
-    guesses: dict[int, list[Guess]]
     ready_s: float
-    ends: list[Sequence]
     answer: Answer
 
 
@@ -162,11 +159,27 @@ def refusal(request: Request, config: ModelConfig, options: Options) -> str | No
     return None
 
 
-def _rows_of(read: Read, guesses: Items[Guess]) -> Rows:
+def scheduler_of(options: Options, num_groups: int = 1) -> Scheduler:
+    """Return a scheduler with these options, and blocks of its own."""
+    pool = BlockPool(options.num_blocks, options.block_size)
+    return Scheduler(
+        pool,
+        find_policy(options.policy),
+        options.token_budget,
+        options.max_running,
+        PrefixCache(pool) if options.prefix_cache else None,
+        options.num_drafts if options.draft is not None else 0,
+        swap=options.preemption == "swap",
+        rounded=options.cache_bits is not None,
+        num_groups=num_groups,
+    )
+
+
+def _rows_of(read: Read) -> Rows:
     """Return the rows of a sequence: its unread tokens of this step, then the guesses to be verified."""
     s = read.sequence
-    tokens = [*s.text[s.num_read : s.num_read + read.count], *(guess.token for guess in guesses)]
-    return Rows(tokens, s.num_read, s.table, len(guesses) + 1 if read.writes else 0)
+    tokens = [*s.text[s.num_read : s.num_read + read.count], *(guess.token for guess in read.guesses)]
+    return Rows(tokens, s.num_read, s.table, len(read.guesses) + 1 if read.writes else 0)
 
 
 class Engine:
@@ -193,15 +206,15 @@ class Engine:
             tp = None if mesh is None else mesh.comm("tp")
             quantize_weights(model, options.weight_bits, options.weight_group, tp)
         stream_weights(model, options.offload, options.offload_folder)
-        self.pool = BlockPool(options.num_blocks, options.block_size)
-        self.prefix = PrefixCache(self.pool) if options.prefix_cache else None
+        self.num_stages = 1 if mesh is None else mesh.sizes["pp"]
+        # This many steps in flight at once keep every stage busy.
+        self.scheduler = scheduler_of(options, num_groups=self.num_stages)
+        self.pool, self.prefix = self.scheduler.pool, self.scheduler.prefix
         self.paged = PagedModel(
             model, self.pool, options.one_by_one, options.cache_bits, options.cache_group, mesh
         )
         self.stages = Stages(self.paged, mesh)
         self.config, self.duration = model.config, duration
-        self.num_stages = 1 if mesh is None else mesh.sizes["pp"]
-        self.num_groups = self.num_stages  # this many steps in flight at once keep every stage busy
         if options.draft is not None:
             check_draft(options.draft, model.config.vocab_size)
         self.events: list[Event] = []
@@ -227,22 +240,10 @@ class Engine:
         more  called before each step, on every rank: it may `add` and `cancel` requests, the same ones on every rank, and
               returns whether more requests may still arrive
         """
-        options = self.options
         self.events, self.steps, self.now_s = [], [], 0.0
         if self.prefix is not None:
             self.prefix.clear()  # the weights may have changed since the last run
-        self.scheduler = scheduler = Scheduler(
-            self.pool,
-            find_policy(options.policy),
-            options.token_budget,
-            options.max_running,
-            self.prefix,
-            options.num_drafts if options.draft is not None else 0,
-            swap=options.preemption == "swap",
-            rounded=options.cache_bits is not None,
-            num_groups=self.num_groups,
-        )
-        self._clock = StageClock(self.num_stages)
+        scheduler, self._clock = self.scheduler, StageClock(self.num_stages)
         under_way: deque[Step] = deque()
         coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
         try:
@@ -251,7 +252,7 @@ class Engine:
                     self.now_s = max(self.now_s, coming[0][1].arrival_s)
                 while coming and coming[0][1].arrival_s <= self.now_s:
                     self.add(*coming.pop(0), results)
-                while len(under_way) < self.num_groups and (step := self._begin(len(under_way))):
+                while len(under_way) < scheduler.num_groups and (step := self._begin(len(under_way))):
                     under_way.append(step)
                 if under_way:
                     yield self._end(under_way.popleft(), results)
@@ -304,40 +305,36 @@ class Engine:
             self._note(Kind.PREEMPT, sequence.number)
         if not plan.reads:
             return None
-        guesses = self._guess(plan)
-        ends = [read.sequence for read in plan.reads if read.writes]
-        chosen = self._read(plan, guesses, len(ends))
-        answer = self.stages.tell(chosen, time.perf_counter() - started)
-        return Step(plan, guesses, self.now_s, ends, answer)
+        self._guess(plan)
+        answer = self.stages.tell(self._read(plan), time.perf_counter() - started)
+        return Step(plan, self.now_s, answer)
 
     def _end(self, step: Step, results: Results) -> Plan:
         """Wait for a step's tokens, and append them to its requests."""
-        plan, guesses, scheduler = step.plan, step.guesses, self.scheduler
+        plan, scheduler = step.plan, self.scheduler
         chosen, measured_s = step.answer.wait()
-        answers = {
-            sequence.number: [token for token in tokens if token != NO_TOKEN]
-            for sequence, tokens in zip(step.ends, chosen.tolist())
-        }
-        num_tokens = sum(read.count for read in plan.reads) + sum(map(len, guesses.values()))
+        rows = iter(chosen.tolist())
+        num_tokens = sum(read.count + len(read.guesses) for read in plan.reads)
         begin, self.now_s = self._clock.run(step.ready_s, self._stage_seconds(num_tokens, measured_s))
         held = {block for s in scheduler.sequences for block in s.table}
         waiting = sum(not s.table for s in scheduler.sequences)
         prefixes = self.pool.num_blocks - self.pool.num_free - len(held)
         self.steps.append(StepCounts(begin, self.now_s, num_tokens, len(held), prefixes, waiting))
-        self._log(plan, guesses, begin)
+        self._log(plan, begin)
         for read in plan.reads:
-            sequence, written = read.sequence, answers.get(read.sequence.number, [])
+            sequence = read.sequence
+            written = [token for token in next(rows) if token != NO_TOKEN] if read.writes else []
             if sequence not in scheduler.sequences:
                 continue  # it was cancelled while the step was in flight
-            own_guesses, ends_here = guesses.get(sequence.number, []), written == [NOT_FINITE]
-            if ends_here and own_guesses:
+            ends_here = written == [NOT_FINITE]
+            if ends_here and read.guesses:
                 # A guess may have brought the nan: attention multiplies what it masks by 0, and 0 * nan = nan. So the
                 # request's own token is read again, alone.
                 sequence.takes_guesses = False
                 scheduler.advance(sequence, 0)
                 continue
             written = [] if ends_here else written
-            self._write(scheduler, read, written, len(own_guesses))
+            self._write(read, written)
             results[sequence.number].tokens += written
             if ends_here:
                 results[sequence.number].error = str(NotFinite())
@@ -370,35 +367,30 @@ class Engine:
         for sequence in plan.restored:
             self.paged.load(sequence.table, self._saved.pop(sequence.number))
 
-    def _guess(self, plan: Plan) -> dict[int, list[Guess]]:
-        """Return guesses for each sequence with drafts in the plan; on a mesh, every rank makes the same guesses."""
-        draft = self.options.draft
-        return {
-            read.sequence.number: draft.guess(
-                read.sequence.text, read.sequence.request, read.num_drafts, DRAWS[self.options.rule]
-            )
-            for read in plan.reads
-            if draft is not None and read.num_drafts
-        }
+    def _guess(self, plan: Plan) -> None:
+        """Guess tokens for each read with drafts; on a mesh, every rank makes the same guesses."""
+        draft, draws = self.options.draft, DRAWS[self.options.rule]
+        for read in plan.reads:
+            if draft is not None and read.num_drafts:
+                sequence = read.sequence
+                read.guesses = draft.guess(sequence.text, sequence.request, read.num_drafts, draws)
 
-    def _read(self, plan: Plan, guesses: dict[int, list[Guess]], num_ends: int) -> Tensor:
+    def _read(self, plan: Plan) -> Tensor:
         """Run this rank's part of the model; return the new tokens of each sequence that has no unprocessed tokens left.
 
-        Returns [num_ends, num_drafts + 1], padded with NO_TOKEN. Only the rank that chooses tokens has them; the other
-        ranks return padding.
+        Returns `Step.answer`'s tokens. Only the rank that chooses tokens has them; the other ranks return padding.
         """
-        rows = [_rows_of(read, guesses.get(read.sequence.number, ())) for read in plan.reads]
-        logits, end, i = self.stages.logits(rows), 0, 0
-        chosen = torch.full((num_ends, self.options.num_drafts + 1), NO_TOKEN)
+        rows = [_rows_of(read) for read in plan.reads]
+        logits, end = self.stages.logits(rows), 0
+        chosen: list[Tensor] = []
         for read, row in zip(plan.reads, rows):
             end += len(row.tokens)
             if read.writes:
+                chosen.append(torch.full((self.options.num_drafts + 1,), NO_TOKEN))
                 if logits is not None and self.stages.chooses:
-                    guessed = guesses.get(read.sequence.number, [])
-                    written = self._choose(read.sequence, guessed, logits[end - len(guessed) - 1 : end])
-                    chosen[i, : len(written)] = torch.tensor(written)
-                i += 1
-        return chosen
+                    written = self._choose(read.sequence, read.guesses, logits[end - row.num_chosen : end])
+                    chosen[-1][: len(written)] = torch.tensor(written)
+        return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.int64)
 
     def _choose(self, sequence: Sequence, guesses: list[Guess], logits: Tensor) -> list[int]:
         """Return the new tokens of a sequence, given the logits [g + 1, V] of its last token and of each guess.
@@ -420,17 +412,17 @@ class Engine:
                 return written[: i + 1]
         return written
 
-    def _write(self, scheduler: Scheduler, read: Read, written: list[int], num_guesses: int) -> None:
+    def _write(self, read: Read, written: list[int]) -> None:
         """Append the chosen tokens. All but the last were accepted guesses, already in the cache; the rest are dropped."""
         sequence = read.sequence
         sequence.text += written
         right = max(0, len(written) - 1)
-        scheduler.advance(sequence, read.count + right)
+        self.scheduler.advance(sequence, read.count + right)
         self.paged.settle(sequence.table, sequence.num_read)
         if written:
             self._note(Kind.WRITE, sequence.number, len(written))
-        if num_guesses:
-            self._note(Kind.GUESSED, sequence.number, num_guesses)
+        if read.guesses:
+            self._note(Kind.GUESSED, sequence.number, len(read.guesses))
             self._note(Kind.ACCEPTED, sequence.number, right)
 
     def _note(self, kind: Kind, number: int, count: int = 0, at_s: float | None = None) -> None:
@@ -438,7 +430,7 @@ class Engine:
         at_s = self.now_s if at_s is None else at_s
         self.events.append(Event(kind, number, at_s, at_s, count))
 
-    def _log(self, plan: Plan, guesses: dict[int, list[Guess]], begin_s: float) -> None:
+    def _log(self, plan: Plan, begin_s: float) -> None:
         for sequence, num_tokens in plan.hits:
             self._note(Kind.HIT, sequence.number, num_tokens, begin_s)
         for sequence in plan.restored:
@@ -446,6 +438,5 @@ class Engine:
         for read in plan.reads:
             sequence = read.sequence
             decodes = read.writes and len(sequence.text) > len(sequence.request.prompt) and read.count == 1
-            count = read.count + len(guesses.get(sequence.number, ()))
-            kind = Kind.DECODE if decodes else Kind.PREFILL
+            kind, count = Kind.DECODE if decodes else Kind.PREFILL, read.count + len(read.guesses)
             self.events.append(Event(kind, sequence.number, begin_s, self.now_s, count))

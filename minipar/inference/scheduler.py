@@ -34,6 +34,7 @@ from minipar.inference.policy import Policy
 from minipar.inference.prefix import PrefixCache
 from minipar.inference.request import Request
 from minipar.inference.rotation import share
+from minipar.inference.speculative import Guess
 
 
 @dataclass(eq=False)
@@ -81,11 +82,12 @@ class Sequence:
 
 @dataclass
 class Read:
-    """The tokens of a sequence in a step: its next `count` tokens, then up to `num_drafts` guessed tokens."""
+    """The tokens of a sequence in a step: its next `count` tokens, then `guesses`, at most `num_drafts` of them."""
 
     sequence: Sequence
     count: int
     num_drafts: int = 0
+    guesses: list[Guess] = field(default_factory=list)
 
     @property
     def writes(self) -> bool:

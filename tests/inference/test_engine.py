@@ -187,7 +187,7 @@ FAULTS = {
     "cache kept after preemption": (
         Scheduler, "_preempt_one_after", "victim.num_read if self.swap else 0", "victim.num_read",
     ),
-    "rejected draft kept": (Engine, "_write", "read.count + right", "read.count + num_guesses"),
+    "rejected draft kept": (Engine, "_write", "read.count + right", "read.count + len(read.guesses)"),
     "prompt wholly cached": (Scheduler, "_admit", "len(sequence.text) - 1", "len(sequence.text)"),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ CROWD = [
 def serve(several, options, num_groups):
     """Serve in one process with steps under way, and look at who is under way after each."""
     engine = Engine(MODEL, options)
-    engine.num_groups = num_groups
+    engine.scheduler.num_groups = num_groups
     results = [Result() for _ in several]
     for num_steps, _ in enumerate(engine.iterate(several, results)):
         assert sum(s.is_under_way for s in engine.scheduler.sequences) <= options.max_running
@@ -82,7 +82,7 @@ def serve_on(world, several):
     stage = partition(loud_model(DEEP), world.size)[mesh.coordinates.pp]
     for num_groups in (1, world.size):
         engine = Engine(stage, Options(block_size=4, num_blocks=14, prefix_cache=False), mesh)
-        engine.num_groups = num_groups
+        engine.scheduler.num_groups = num_groups
         stopped = engine.iterate(several, [Result() for _ in several])
         next(stopped)
         stopped.close()
@@ -144,7 +144,7 @@ def test_a_measured_time_is_that_of_the_last_stage():
 
 def test_a_request_cancelled_under_way_leaves_the_others_texts():
     engine = Engine(MODEL, Options(block_size=4, num_blocks=40, prefix_cache=False))
-    engine.num_groups = 3
+    engine.scheduler.num_groups = 3
     results = [Result() for _ in CROWD]
     steps = engine.iterate(CROWD, results)
     next(steps)

@@ -45,10 +45,10 @@ def decodes_count_tokens_read(change: Change) -> None:
     read, of = Engine._read, Pass.of
     twice: dict[int, int] = {}  # id of a block table -> number of its request's tokens that were recomputed
 
-    def noting(engine: Engine, plan: Plan, guesses: Any, num_ends: int) -> Any:
+    def noting(engine: Engine, plan: Plan) -> Any:
         twice.clear()
         twice.update({id(r.sequence.table): r.sequence.num_served - r.sequence.num_read for r in plan.reads})
-        return read(engine, plan, guesses, num_ends)
+        return read(engine, plan)
 
     def counted(requests: Items[Rows], *where: Any) -> Pass:
         right = of(requests, *where)
