@@ -21,7 +21,7 @@ Source: DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from minipar.inference.engine import (
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.request import Request
 from minipar.inference.scheduler import Sequence
-from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
+from minipar.inference.transfer import heads_of, recv_cache, send_cache
 from minipar.mesh import Mesh
 from minipar.model.sampling import NOT_FINITE, NotFinite
 from minipar.model.transformer import Transformer
@@ -63,10 +63,6 @@ class Served(NamedTuple):
     decode_steps: list[StepCounts]
 
 
-def _to_nobody(number: int, result: Result) -> None:
-    pass
-
-
 def serve_apart(
     world: Comm,
     load: Callable[[Mesh], Transformer],
@@ -76,7 +72,7 @@ def serve_apart(
     duration: Duration = one_second,
     transfer_s: Callable[[int], float] = lambda num_tokens: 0.0,
     decode_duration: Duration | None = None,
-    on_result: Callable[[int, Result], None] = _to_nobody,
+    on_result: Callable[[int, Result], None] = lambda number, result: None,
 ) -> Served:
     """Serve requests: the first `prefill_tp` ranks of `world` prefill, all other ranks decode.
 
@@ -94,49 +90,44 @@ def serve_apart(
     prefills = world.rank < prefill_tp
     ranks = range(prefill_tp) if prefills else range(prefill_tp, world.size)
     mesh = Mesh(world.subgroup(ranks, "prefill" if prefills else "decode"), tp=len(ranks))
-    model = load(mesh)
-    refused = refusals(requests, options, model.config)
-    numbers = [number for number in range(len(requests)) if number not in refused]
-    served = [requests[number] for number in numbers]
-    times, results = first_tokens(served, options, duration), [Result() for _ in served]
+    model, results = load(mesh), [Result() for _ in requests]
+    check_sides(model.config, options, prefill_tp, world.size - prefill_tp)
+    refused = {number for number, request in enumerate(requests) if refusal(request, model.config, options)}
 
     def predicted(num_tokens: int, measured_s: float) -> float:
         return duration(num_tokens, 0.0)
 
     side: PrefillSide | DecodeSide
     if prefills:
-        side = PrefillSide(model, replace(options, draft=None), mesh, predicted, world, prefill_tp)
-        side.read_prompts(served, results)
+        side = PrefillSide(model, options, mesh, predicted, world, prefill_tp)
+        side.run([r if n in refused else replace(r, max_new_tokens=1) for n, r in enumerate(requests)])
+        side.wait_for_sends(0)
     else:
         side = DecodeSide(model, options, mesh, decode_duration or predicted, world, prefill_tp)
-        told = on_result if world.rank == prefill_tp else _to_nobody
-        for number, error in refused.items():
-            told(number, Result(error=error))
-        side.coming.extend((number, len(served[number].prompt)) for number in times)
-        arrivals = transfer_ends(times, served, transfer_s)
-        arriving = [replace(request, arrival_s=time) for request, time in zip(served, arrivals)]
+        times = first_tokens(requests, options, duration, refused)
+        side.coming.extend((number, len(requests[number].prompt)) for number in times)
+        arrivals = transfer_ends(times, requests, transfer_s)
+        arriving = [replace(request, arrival_s=time) for request, time in zip(requests, arrivals)]
         for number in side.ended(arriving, results):
-            told(numbers[number], results[number])
+            if world.rank == prefill_tp:
+                on_result(number, results[number])
     logs = all_gather_objects(world, (results, side.events, side.steps))
-    (_, prefill_events, prefill_steps), (texts, decode_events, decode_steps) = logs[0], logs[-1]
-    events = [event for event in prefill_events if event.kind not in (Kind.FINISH, Kind.FAIL)] + decode_events
-    events = [event._replace(number=numbers[event.number]) for event in events]
-    for number in refused:
-        request = requests[number]
-        events.append(Event(Kind.REFUSE, number, request.arrival_s, request.arrival_s, len(request.prompt)))
+    (_, prefill_events, prefill_steps), (results, decode_events, decode_steps) = logs[0], logs[-1]
+    ends = (Kind.FINISH, Kind.FAIL, Kind.REFUSE)  # which the decode side notes, too
+    events = [event for event in prefill_events if event.kind not in ends] + decode_events
     events.sort(key=lambda event: event.end_s)
-    outcome = [Result(error=refused.get(number)) for number in range(len(requests))]
-    for number, result in zip(numbers, texts):
-        outcome[number] = result
-    return Served(outcome, events, prefill_steps, decode_steps)
+    return Served(results, events, prefill_steps, decode_steps)
 
 
 def transfer_ends(
     times: Mapping[int, float], requests: Items[Request], transfer_s: Callable[[int], float]
 ) -> list[float]:
-    """Return when each request's cache arrives, if one link sends all caches in the order of their first tokens."""
-    arrivals, free_s = [0.0] * len(requests), 0.0
-    for number in sorted(range(len(requests)), key=lambda i: (times[i], i)):
+    """Return when each request's cache arrives, if one link sends all caches in the order of their first tokens.
+
+    A request without a time is refused: it arrives as it is.
+    """
+    arrivals, free_s = [request.arrival_s for request in requests], 0.0
+    for number in sorted(times, key=lambda i: (times[i], i)):
         free_s = max(free_s, times[number]) + transfer_s(len(requests[number].prompt))
         arrivals[number] = free_s
     return arrivals
@@ -145,26 +136,25 @@ def transfer_ends(
 def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_tp: int) -> None:
     """Raise ValueError if the cache of this model cannot be sent from prefill_tp ranks to decode_tp ranks."""
     if config.kv_latent_dim or options.cache_bits is not None:
-        raise ValueError(NOT_SENDABLE)
+        raise ValueError(
+            "a cache that is rounded, or of latents, is not sent between ranks; serve on one side"
+        )
     for tp in (prefill_tp, decode_tp):
         heads_of(0, tp, config.num_kv_heads)
 
 
-def refusals(requests: Items[Request], options: Options, config: ModelConfig) -> dict[int, str]:
-    """Return, for each request that cannot be served, its number -> why. No rank has computed anything yet."""
-    whys = ((number, refusal(request, config, options)) for number, request in enumerate(requests))
-    return {number: why for number, why in whys if why is not None}
-
-
-def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> dict[int, float]:
+def first_tokens(
+    requests: Items[Request], options: Options, duration: Duration, refused: Collection[int] = ()
+) -> dict[int, float]:
     """Return when the prefill side generates each request's first token, by running its schedule without a model.
 
-    The keys are the requests' numbers, in the order in which `hand_over` sends them. Times alone do not give that order: a
-    time may be so large that no step increases it.
+    The keys are the numbers of the requests that are not refused, in the order in which their caches are sent. Times alone
+    do not give that order: a time may be so large that no step increases it.
     """
     times: dict[int, float] = {}
     scheduler, now_s = scheduler_of(options), 0.0
-    coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
+    served = ((number, request) for number, request in enumerate(requests) if number not in refused)
+    coming = sorted(served, key=lambda item: item[1].arrival_s)
     while coming or scheduler.sequences:
         if not scheduler.sequences:
             now_s = max(now_s, coming[0][1].arrival_s)
@@ -173,14 +163,12 @@ def first_tokens(requests: Items[Request], options: Options, duration: Duration)
             scheduler.add(Sequence.of(number, replace(request, max_new_tokens=1)))
         plan = scheduler.plan()
         now_s += duration(plan.num_tokens, 0.0)
-        finished = []
         for read in plan.reads:
             writes = read.writes
             scheduler.advance(read.sequence, read.count)
             if writes:
                 scheduler.remove(read.sequence)
-                finished.append(read.sequence.number)
-        times |= {number: now_s for number in sorted(finished)}
+                times[read.sequence.number] = now_s
     return times
 
 
@@ -197,10 +185,7 @@ class Side(Engine):
         prefill_tp: int,
     ):
         super().__init__(model, options, mesh, duration)
-        require_sendable(self.paged)
         self.world, self.prefill_tp = world, prefill_tp
-        # Request's number -> its first token, its blocks, and the number of its tokens in the cache.
-        self._finished: dict[int, tuple[int, list[int], int]] = {}
         self._unsent: deque[list[Pending]] = deque()  # for each request, its messages
         # On the decode side: the requests that the prefill side will send, in its order, as (number, tokens of the prompt),
         # and those received before they were added: number -> first token, cache.
@@ -212,32 +197,21 @@ class PrefillSide(Side):
     """Prefills prompts; sends each request's cache and first token to the decode ranks.
 
     It keeps messages in memory until the decode ranks have received them, so that prefills need not wait. This cannot
-    hang: the decode ranks receive requests in the order in which they are handed over.
+    hang: the decode ranks receive requests in the order in which they are sent.
     """
 
     def _retire(self, sequence: Sequence, last: int) -> None:
-        # Also NOT_FINITE is handed over, and no block is forgotten for it: the decode ranks know the schedule beforehand.
-        self._finished[sequence.number] = last, [*sequence.table], sequence.num_read
+        """Send the sequence's first token and its cache to the decode ranks."""
+        # Also NOT_FINITE is sent, and no block is forgotten for it: the decode ranks know the schedule beforehand.
+        messages = []
+        if self.world.rank == 0:
+            for rank in range(self.prefill_tp, self.world.size):
+                sent = torch.tensor([last], device=self.paged.device)
+                messages.append(self.world.send(sent, rank, async_op=True))
+        messages += send_cache(self.world, self.prefill_tp, self.paged, sequence.table, sequence.num_read)
+        self._unsent.append(messages)
         self.scheduler.remove(sequence)
-
-    def read_prompts(self, requests: Items[Request], results: Results) -> None:
-        """Serve requests up to their first tokens; return when all caches and tokens are sent to the decode ranks."""
-        for _ in self.iterate([replace(request, max_new_tokens=1) for request in requests], results):
-            self.hand_over()
-        self.wait_for_sends(0)
-
-    def hand_over(self) -> None:
-        """Send the requests that this step has finished, in order of their numbers, which the decode ranks expect."""
-        for number in sorted(self._finished):
-            token, table, num_tokens = self._finished.pop(number)
-            messages = []
-            if self.world.rank == 0:
-                for rank in range(self.prefill_tp, self.world.size):
-                    sent = torch.tensor([token], device=self.paged.device)
-                    messages.append(self.world.send(sent, rank, async_op=True))
-            messages += send_cache(self.world, self.prefill_tp, self.paged, table, num_tokens)
-            self._unsent.append(messages)
-            self.wait_for_sends(MAX_UNSENT)
+        self.wait_for_sends(MAX_UNSENT)
 
     def wait_for_sends(self, most: int) -> None:
         """Wait until at most `most` requests have caches that the decode ranks have not received."""
@@ -251,6 +225,8 @@ class DecodeSide(Side):
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Receive a request's first token and cache; queue it as if its blocks had been swapped out."""
+        if refusal(request, self.config, self.options):
+            return super().add(number, request, results)
         while number not in self._received:
             sent, num_tokens = self.coming.popleft()
             token = int(self.world.recv((1,), torch.int64, 0).item())
@@ -258,8 +234,7 @@ class DecodeSide(Side):
         token, cache = self._received.pop(number)
         if token == NOT_FINITE:
             results[number].error = str(NotFinite())
-            self._note(Kind.FAIL, number)
-            return
+            return self._note(Kind.FAIL, number)
         self._saved[number] = cache
         sequence = Sequence(
             number, request, [*request.prompt, token], num_read=len(request.prompt), is_swapped=True

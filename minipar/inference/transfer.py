@@ -23,10 +23,8 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Pending
-from minipar.inference.blocks import BlockMemory, blocks_for
+from minipar.inference.blocks import blocks_for
 from minipar.inference.paged_model import PagedModel
-
-NOT_SENDABLE = "a cache that is rounded, or of latents, is not sent between ranks; serve on one side"
 
 
 class Transfer(NamedTuple):
@@ -73,7 +71,6 @@ def send_cache(
     Each message is [L, 2, S, heads, head_dim]. All messages together have 2 L h_kv d e bytes per token, times the number of
     copies of each head on the decode side.
     """
-    require_sendable(paged)
     decode_tp, num_kv_heads = comm.size - prefill_tp, paged.model.config.num_kv_heads
     here, b = heads_of(comm.rank, prefill_tp, num_kv_heads), paged.pool.block_size
     tokens = torch.arange(num_tokens, device=paged.device)
@@ -89,7 +86,6 @@ def send_cache(
 
 def recv_cache(comm: Comm, prefill_tp: int, paged: PagedModel, num_tokens: int) -> list[list[Tensor]]:
     """On a decode rank, receive the first S tokens of a request, in blocks of this rank's size, for `PagedModel.load`."""
-    require_sendable(paged)
     decode_tp, num_kv_heads = comm.size - prefill_tp, paged.model.config.num_kv_heads
     here, b = heads_of(comm.rank - prefill_tp, decode_tp, num_kv_heads), paged.pool.block_size
     data, num_blocks = paged.memories[0].data, blocks_for(num_tokens, b)
@@ -100,9 +96,3 @@ def recv_cache(comm: Comm, prefill_tp: int, paged: PagedModel, num_tokens: int) 
             shape = len(paged.memories), 2, num_tokens, len(heads), data.shape[-1]
             received[:, :, :num_tokens, local] = comm.recv(shape, data.dtype, source)
     return [[layer.unflatten(1, (num_blocks, b))] for layer in received]
-
-
-def require_sendable(paged: PagedModel) -> None:
-    """Raise ValueError unless the cache has plain keys and values by head: neither quantized ones nor latents."""
-    if any(type(memory) is not BlockMemory for memory in paged.memories):
-        raise ValueError(NOT_SENDABLE)
