@@ -132,7 +132,7 @@ def _serve_file(
     options, draft = _engine(mesh, sizes, how, speculation)
     from tqdm import tqdm
 
-    from minipar.inference.serve import serve_file
+    from minipar.inference.serve import MeshSizes, serve_file
 
     with tqdm(desc="serve", unit="request", disable=None) as bar:
 
@@ -141,7 +141,7 @@ def _serve_file(
             bar.update(done - bar.n)
 
         service = serve_file(
-            run, requests, out, options, **mesh, targets_s=targets, on_done=show, draft=draft
+            run, requests, out, options, MeshSizes(**mesh), targets, on_done=show, draft=draft
         )
     for number, result in enumerate(service.results):
         if result.error is not None:

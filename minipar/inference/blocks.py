@@ -116,30 +116,33 @@ class BlockMemory:
     """The keys and values of one attention module, in blocks.
 
     data     [2, num_blocks, b, h_kv, head_dim]    keys, then values; all heads of a block's tokens are contiguous
+             [1, num_blocks, b, 1, c + r]          with `are_same`: a token's latent and its rotated key, which
+                                                   `LatentAttention` has as its key and as its value
     tensors  the tensors that hold the blocks: the number of a block is its index in dim 1 of each
 
-    Under tensor parallelism h_kv counts the heads of this rank; the tables are the same on every rank.
+    Under tensor parallelism h_kv counts the heads of this rank; the tables are the same on every rank. Every head uses
+    every latent, so each rank stores all of them: the cache does not shrink.
     """
 
     tensors: tuple[Tensor, ...]
 
     def __init__(
-        self, pool: BlockPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ):
+        self, pool: BlockPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+        are_same: bool = False,
+    ):  # fmt: skip
         # Zeros, not uninitialised memory: `read` gathers the unused end of a block too, before cutting it off.
-        shape = 2, pool.num_blocks, pool.block_size, num_kv_heads, head_dim
+        shape = 1 if are_same else 2, pool.num_blocks, pool.block_size, num_kv_heads, head_dim
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.tensors = (self.data,)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v, [N, h_kv, head_dim], to the tokens' slots, [N] int64: block * b + offset in the block."""
-        self.data.flatten(1, 2)[:, slots] = torch.stack((k, v))
+        self.data.flatten(1, 2)[:, slots] = torch.stack((k, v)[: len(self.data)])
 
     def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Gather the first S tokens of a request by its table, [ceil(S / b)]: keys and values, [1, h_kv, S, head_dim]."""
-        tokens = self.data[:, table].flatten(1, 2)[:, :num_tokens]  # [2, S, h_kv, head_dim]
-        keys, values = tokens.transpose(1, 2).unsqueeze(1)
-        return keys, values
+        tokens = self.data[:, table].flatten(1, 2)[:, :num_tokens].transpose(1, 2).unsqueeze(1)
+        return tokens[0], tokens[-1]
 
     def views(self, table: Tensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the keys and values that tokens begin ... end - 1 attend to: (end of a range of tokens, keys, values).
@@ -169,29 +172,6 @@ class BlockMemory:
             x[:, table[: blocks.shape[1]]] = blocks.to(x.device)
 
 
-class LatentBlockMemory(BlockMemory):
-    """The latents of one `LatentAttention`, in blocks: keys and values are the same tensor, which is stored once.
-
-    data  [1, num_blocks, b, 1, c + r]    a token's latent and its rotated key
-
-    Every head uses every latent, so under tensor parallelism each rank stores all of them: the cache does not shrink.
-    """
-
-    def __init__(self, pool: BlockPool, latent_dim: int, dtype: torch.dtype, device: torch.device):
-        shape = 1, pool.num_blocks, pool.block_size, 1, latent_dim
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.tensors = (self.data,)
-
-    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write latents, [N, 1, c + r], to the tokens' slots; k and v are the same."""
-        self.data.flatten(1, 2)[:, slots] = k
-
-    def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Gather the latents of a request's first S tokens, [1, 1, S, c + r], as its keys and as its values."""
-        latents = self.data[:, table].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
-        return latents, latents
-
-
 class Rows(NamedTuple):
     """New tokens of one request: tokens begin, begin + 1, ... of its text. All earlier tokens are in the cache."""
 
@@ -219,15 +199,12 @@ class Pass(NamedTuple):
         cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE
     ) -> Pass:
         places = [(rows, t) for rows in requests for t in share.tokens(rows.begin, rows.end)]
-        slots = [share.slot(rows.table, t, block_size) for rows, t in places]
         tables = [
             torch.tensor(rows.table[: blocks_for(rows.end, block_size)], device=device) for rows in requests
         ]
-        tokens = [[rows.tokens[t - rows.begin]] for rows, t in places]
-        positions = [[t] for _, t in places]
-
-        def column(numbers: list[list[int]]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
-
-        slots_here = torch.tensor(slots, dtype=torch.int64, device=device)
-        return cls(requests, column(tokens), column(positions), slots_here, tables)
+        numbers = [
+            (rows.tokens[t - rows.begin], t, share.slot(rows.table, t, block_size)) for rows, t in places
+        ]
+        columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
+        tokens, positions, slots = columns
+        return cls(requests, tokens[:, None], positions[:, None], slots, tables)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -116,10 +117,6 @@ class Result:
 
 
 Results = Items[Result] | Mapping[int, Result]  # results by the number of the request
-
-
-def nothing_more() -> bool:
-    return False
 
 
 # (tokens of a step, its measured seconds) -> the time of the step. In virtual time each stage takes an equal part of it.
@@ -233,7 +230,7 @@ class Engine:
         return results
 
     def iterate(
-        self, requests: Items[Request], results: Results, more: Callable[[], bool] = nothing_more
+        self, requests: Items[Request], results: Results, more: Callable[[], bool] = lambda: False
     ) -> Iterator[Plan]:
         """Serve requests step by step: fill in `results`, and yield each step's plan once the step is done.
 
@@ -268,15 +265,11 @@ class Engine:
     def ended(self, requests: Items[Request], results: Results) -> Iterator[int]:
         """Serve these requests like `iterate`; yield the number of each as soon as it is finished or refused, or fails."""
         told = 0
-
-        def news() -> Iterator[int]:
-            nonlocal told
-            events, told = self.events[told:], len(self.events)
-            return (event.number for event in events if event.kind in (Kind.FINISH, Kind.FAIL, Kind.REFUSE))
-
-        for _ in self.iterate(requests, results):
-            yield from news()
-        yield from news()
+        for _ in chain(self.iterate(requests, results), [None]):  # a refusal may come after the last step
+            for event in self.events[told:]:
+                if event.kind in (Kind.FINISH, Kind.FAIL, Kind.REFUSE):
+                    yield event.number
+            told = len(self.events)
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Queue a request that has arrived; if it cannot be served, its result says why."""
@@ -333,16 +326,16 @@ class Engine:
                 sequence.takes_guesses = False
                 scheduler.advance(sequence, 0)
                 continue
-            written = [] if ends_here else written
-            self._write(read, written)
-            results[sequence.number].tokens += written
+            result = results[sequence.number]
             if ends_here:
-                results[sequence.number].error = str(NotFinite())
+                self._write(read, [])
+                result.error = str(NotFinite())
+            else:
+                self._write(read, written)
+                result.tokens += written
             if ends_here or (written and sequence.request.is_finished_by(sequence.text)):
-                self._retire(sequence, NOT_FINITE if ends_here else written[-1])
-                kind = Kind.FAIL if ends_here else Kind.FINISH
-                count = len(results[sequence.number].tokens)
-                self._note(kind, sequence.number, count)
+                self._retire(sequence, written[-1])
+                self._note(Kind.FAIL if ends_here else Kind.FINISH, sequence.number, len(result.tokens))
         return plan
 
     def _stage_seconds(self, num_tokens: int, measured_s: float) -> list[float]:

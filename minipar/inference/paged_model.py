@@ -34,7 +34,6 @@ from minipar.inference.blocks import (
     WHOLE,
     BlockMemory,
     BlockPool,
-    LatentBlockMemory,
     Pass,
     Rows,
     Share,
@@ -52,7 +51,9 @@ from minipar.model.transformer import Transformer
 from minipar.support.errors import require_divides
 
 
-def require_cacheable(config: ModelConfig, cp: int = 1, cache_bits: int | None = None) -> None:
+def require_cacheable(
+    config: ModelConfig, block_size: int, cp: int, cache_bits: int | None, cache_group: int
+) -> None:
     """Raise ValueError if a token's keys and values may depend on other requests, or cannot be split over cp ranks."""
     if cp > 1 and cache_bits is not None:
         raise ValueError(f"cache_bits={cache_bits} with cp={cp}: a block is rounded as a whole; use cp=1")
@@ -63,6 +64,9 @@ def require_cacheable(config: ModelConfig, cp: int = 1, cache_bits: int | None =
             f"capacity_factor={config.capacity_factor}: experts that fill up drop tokens of one request for another's; "
             f"use a model without a capacity"
         )
+    if cache_bits is not None:
+        check_quantization(config, cache_bits, min(cache_group, config.head_dim))
+    require_divides("cp", cp, "block_size", block_size)
 
 
 class PagedCore:
@@ -111,12 +115,13 @@ class PagedModel:
         cache_group: int = 64,
         mesh: Mesh | None = None,
     ):
-        require_cacheable(model.config, 1 if mesh is None else mesh.sizes["cp"], cache_bits)
-        self.mixtures = spread_mixtures(model, mesh)
-        self.cp = None if mesh is None or mesh.sizes["cp"] == 1 else mesh.comm("cp")
+        cp = 1 if mesh is None else mesh.sizes["cp"]
+        require_cacheable(model.config, pool.block_size, cp, cache_bits, cache_group)
+        mixtures = spread_mixtures(model, mesh)
+        self.mixtures = mixtures if cp == 1 else []  # with cp, tokens reach their experts as in training
+        self.cp = mesh.comm("cp") if mesh is not None and cp > 1 else None
         self.ep = None if mesh is None else mesh.comm("ep")
         self.share = WHOLE if self.cp is None else Share(self.cp.rank, self.cp.size)
-        require_divides("cp", self.share.size, "block_size", pool.block_size)
         if model.overrides.default_positions is not None:
             raise ValueError("default_positions has been replaced: this model reads a part of every sample")
         self.model, self.pool, self.one_by_one = model, pool, one_by_one
@@ -124,13 +129,13 @@ class PagedModel:
         weight = next(model.parameters())
         make: Callable[..., BlockMemory] = BlockMemory
         if cache_bits is not None:
-            group = min(cache_group, model.config.head_dim)
-            check_quantization(model.config, cache_bits, group)
-            make = partial(QuantizedBlockMemory, bits=cache_bits, group=group)
-        of_share = pool if self.cp is None else BlockPool(pool.num_blocks, pool.block_size // self.share.size)
+            make = partial(
+                QuantizedBlockMemory, bits=cache_bits, group=min(cache_group, model.config.head_dim)
+            )
+        of_share = BlockPool(pool.num_blocks, pool.block_size // cp) if cp > 1 else pool
         kind = weight.dtype, weight.device
         self.memories = [
-            LatentBlockMemory(of_share, a.latent_dim + a.rope_dim, *kind)
+            BlockMemory(of_share, 1, a.latent_dim + a.rope_dim, *kind, are_same=True)
             if isinstance(a, LatentAttention)
             else make(of_share, a.num_kv_heads, a.head_dim, *kind)
             for a in self.attentions
@@ -203,9 +208,8 @@ class PagedModel:
         for attention, core in zip(self.attentions, self._cores(of_pass)):
             attention.overrides.core, attention.overrides.absorbed = core, True
         dispatches = [moe.overrides.dispatch_tokens for moe in self.mixtures]
-        if self.ep is not None and self.cp is None:
-            for moe in self.mixtures:
-                moe.overrides.dispatch_tokens = partial(OwnShare, self.ep)
+        for moe in self.mixtures:
+            moe.overrides.dispatch_tokens = partial(OwnShare, self.ep)
         try:
             yield
         finally:

@@ -196,7 +196,7 @@ class QuantizedBlockMemory(BlockMemory):
         raise AssertionError("the block of a text's last token, which is written to, is never shared")
 
     def save(self, table: Tensor) -> list[Tensor]:
-        places = self._places_of_whole(table)
+        places = [i for i, block in enumerate(table.tolist()) if block in self.whole]
         whole = [self.whole[int(table[i])].to("cpu", copy=True) for i in places]
         return [*super().save(table), torch.tensor(places), *whole]
 
@@ -208,9 +208,6 @@ class QuantizedBlockMemory(BlockMemory):
             self.whole.pop(block, None)
         for i, x in zip(places.tolist(), whole, strict=True):
             self.whole[blocks[i]] = x.to(table.device, copy=True)
-
-    def _places_of_whole(self, table: Tensor) -> list[int]:
-        return [i for i, block in enumerate(table.tolist()) if block in self.whole]
 
     def _round(self, block: int) -> None:
         k, v = self.whole[block]

@@ -156,12 +156,6 @@ def check_quantized_weights(config: ModelConfig, bits: int, group: int, tp: int 
             _require_whole_groups(name, group, width, width // split)
 
 
-def quantized_bytes(model: Transformer) -> int:
-    """Return the bytes of all codes and scales that this rank holds."""
-    rounded = (m for m in model.modules() if isinstance(m, parametrize.ParametrizationList))
-    return sum(buffer.nbytes for one in rounded for buffer in one.buffers())
-
-
 def _group_of(
     name: str, placement: Placement, bits: int, group: int | None, tp: Comm | None
 ) -> tuple[int, Comm | None]:

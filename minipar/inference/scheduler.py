@@ -252,7 +252,7 @@ class Scheduler:
             if len(shared) + new <= self.pool.num_free:
                 break
             if not (
-                self._evict()
+                (self.prefix is not None and self.prefix.evict())
                 or (preempt and self._preempt_one_after(sequence))
                 or any(self.prefix is not None and self.prefix.forget(sequence.table[i]) for i in shared)
             ):
@@ -269,9 +269,6 @@ class Scheduler:
         num_drafts = max(0, min(most, sequence.max_drafts))
         end = len(sequence.text) + num_drafts
         return num_drafts if num_drafts and self._make_room(sequence, end, preempt=False) else 0
-
-    def _evict(self) -> bool:
-        return self.prefix is not None and self.prefix.evict()
 
     def _preempt_one_after(self, sequence: Sequence) -> bool:
         """Preempt the last sequence after this one that is in no step; return whether there was one."""

@@ -23,7 +23,6 @@ from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.expert_shares import check_expert_parallel
 from minipar.inference.metrics import Metrics, metrics_of
 from minipar.inference.paged_model import require_cacheable
-from minipar.inference.quantized_blocks import check_quantization
 from minipar.inference.quantized_weights import check_quantized_weights
 from minipar.inference.request import Request
 from minipar.inference.requests_file import ResultsFile, read_requests, result_line
@@ -33,7 +32,6 @@ from minipar.model.transformer import Transformer
 from minipar.runtime.devices import Machine, choose_backend
 from minipar.runtime.launch import run
 from minipar.support.atomic_files import prepare_folder, write_whole
-from minipar.support.errors import require_divides
 from minipar.train.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
 from minipar.train.data.tokenizer import Codec, codec_of_run
 from minipar.train.state import BUFFER, PARAMETER
@@ -77,11 +75,7 @@ def serve_file(
     requests: Path,
     out: Path,
     options: Options,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    prefill_tp: int = 0,
+    sizes: MeshSizes = ONE_RANK,
     targets_s: tuple[float, float] = (float("inf"), float("inf")),
     on_done: Callable[[int, int], None] = lambda done, of: None,
     timeout_s: float = 60.0,
@@ -89,9 +83,6 @@ def serve_file(
 ) -> Service:
     """Serve the requests of a file with a run's newest checkpoint; write results.jsonl and metrics.json to `out`.
 
-    tp, pp, cp, ep  mesh sizes. The ep ranks are among the cp ranks; with cp=1 they are additional ranks, so the service
-                    has tp * pp * max(cp, ep) ranks
-    prefill_tp  0, or the number of additional ranks that prefill and send caches to the tp ranks; not with pp, cp or ep
     targets_s  seconds to the first token, and per further token, within which a request counts towards goodput
     on_done    called with the number of finished requests, and the number of all served requests
     draft      None, or the draft of which each rank loads a copy
@@ -107,7 +98,6 @@ def serve_file(
     be split, a draft with another vocabulary, or a file that cannot be read; ValueError for a file that cannot be
     written; RankError if a rank fails.
     """
-    sizes = MeshSizes(tp, pp, cp, ep, prefill_tp)
     checkpoint, config, codec = open_run(run_folder, options, sizes)
     if draft is not None:
         draft.check(Path(run_folder), config)
@@ -122,9 +112,8 @@ def serve_file(
         answers = _Answers([refused.get(n, line) for n, line in enumerate(lines)], file, codec, on_done)
         answered: list[tuple[list[Event], list[StepCounts]]] = [([], [])]
         if answers.served:
-            serve_rank = _serve_rank_apart if prefill_tp else _serve_rank
             answered = run(
-                serve_rank, checkpoint.chosen, sizes, list(answers.served.values()), options, draft,
+                _serve_rank, checkpoint.chosen, sizes, list(answers.served.values()), options, draft,
                 world_size=sizes.num_ranks, backend="auto", timeout_s=timeout_s, on_report=answers.note,
             )  # fmt: skip
     events, steps = answered[0]
@@ -183,9 +172,7 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
     checkpoint = Checkpoint(path)
     config = ModelConfig(**checkpoint.extra["model"])
     check_num_blocks(config, options, sizes, getattr(torch, checkpoint.extra["dtype"]))
-    require_cacheable(config, sizes.cp, options.cache_bits)
-    if options.cache_bits is not None:
-        check_quantization(config, options.cache_bits, min(options.cache_group, config.head_dim))
+    require_cacheable(config, options.block_size, sizes.cp, options.cache_bits, options.cache_group)
     check_mesh(config, sizes.tp, sizes.pp)
     if sizes.prefill_tp:
         for name, size in dict(pp=sizes.pp, cp=sizes.cp, ep=sizes.ep).items():
@@ -194,7 +181,6 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
         check_mesh(config, sizes.prefill_tp, 1)
         check_sides(config, options, sizes.prefill_tp, sizes.tp)
     check_expert_parallel(config, sizes.ep, sizes.cp)
-    require_divides("cp", sizes.cp, "block_size", options.block_size)
     if options.weight_bits is not None:
         check_quantized_weights(config, options.weight_bits, options.weight_group, sizes.tp)
     return checkpoint, config, codec_of_run(Path(run_folder), checkpoint.extra)
@@ -248,7 +234,9 @@ def _serve_rank(
     world: Comm, chosen: CheckpointRef, sizes: MeshSizes, requests: list[Request], options: Options,
     draft: DraftChoice | None,
 ) -> tuple[list[Event], list[StepCounts]]:  # fmt: skip
-    """On each rank: serve, and report each result as soon as it is finished."""
+    """On each rank: serve; the first rank, or the first decode rank, reports each result as soon as it is finished."""
+    if sizes.prefill_tp:
+        return _serve_apart(world, chosen.open(), sizes.prefill_tp, requests, options, draft)
     engine = make_engine(world, chosen, sizes, options, draft)
     results = [Result() for _ in requests]
     for number in engine.ended(requests, results):
@@ -257,21 +245,18 @@ def _serve_rank(
     return engine.events, engine.steps
 
 
-def _serve_rank_apart(
-    world: Comm, chosen: CheckpointRef, sizes: MeshSizes, requests: list[Request], options: Options,
+def _serve_apart(
+    world: Comm, checkpoint: Checkpoint, prefill_tp: int, requests: list[Request], options: Options,
     draft: DraftChoice | None,
 ) -> tuple[list[Event], list[StepCounts]]:  # fmt: skip
-    """On each rank: prefill or decode; the first decode rank reports each result as soon as it is finished."""
-    checkpoint = chosen.open()
-
     def load(mesh: Mesh) -> Transformer:
         return load_stage(checkpoint, mesh, world.device)
 
-    duration = step_line(world, load, options, sizes.prefill_tp)
+    duration = step_line(world, load, options, prefill_tp)
     if draft is not None:
         options = dataclasses.replace(options, draft=draft.load(world, checkpoint))
     served = serve_apart(
-        world, load, requests, options, sizes.prefill_tp, duration,
+        world, load, requests, options, prefill_tp, duration,
         decode_duration=as_measured, on_result=lambda number, result: world.report((number, result)),
     )  # fmt: skip
     return served.events, served.decode_steps

@@ -62,40 +62,30 @@ def goes_by_ring(rows: Rows, cp: int, num_heads: int, num_kv_heads: int, head_di
 class SplitPass(NamedTuple):
     """For each request of a forward, whether queries or keys move; computed once for all layers.
 
-    own       for each request, the slice of this rank's rows that are its tokens
+    own       for each request, those of this rank's rows that are its tokens
     by_ring   for each request, whether keys move instead of queries
     asking    [n] this rank's rows whose queries go to all ranks
     sizes     for each rank, the number of its rows whose queries go to all ranks
-    gathered  for each request, its rows among the gathered queries of all ranks, in rank order; None if its keys move
+    gathered  for each request, its rows among the gathered queries of all ranks, in rank order; none if its keys move
     """
 
-    own: Sequence[slice]
+    own: Sequence[Tensor]
     by_ring: Sequence[bool]
     asking: Tensor
     sizes: Sequence[int]
-    gathered: Sequence[Tensor | None]
+    gathered: Sequence[Tensor]
 
     @classmethod
     def of(
         cls, requests: Sequence[Rows], cp: Comm, by_ring: Sequence[bool], device: torch.device
     ) -> SplitPass:
         counts = [[len(Share(r, cp.size).tokens(x.begin, x.end)) for x in requests] for r in range(cp.size)]
-        ends = torch.tensor(counts[cp.rank]).cumsum(0).tolist()
-        own = [slice(end - count, end) for end, count in zip(ends, counts[cp.rank])]
-        asking = [
-            row for place, ring in zip(own, by_ring) if not ring for row in range(place.start, place.stop)
-        ]
-        gathered: list[list[int]] = [[] for _ in requests]
-        first, sizes = 0, []
-        for of_rank in counts:
-            begin = first
-            for i, ring in enumerate(by_ring):
-                if not ring:
-                    gathered[i] += range(first, first + of_rank[i])
-                    first += of_rank[i]
-            sizes.append(first - begin)
-        places = [None if ring else torch.tensor(x, device=device) for x, ring in zip(gathered, by_ring)]
-        return cls(own, by_ring, torch.tensor(asking, dtype=torch.int64, device=device), sizes, places)
+        asked = [[0 if ring else n for n, ring in zip(of_rank, by_ring)] for of_rank in counts]
+        own = torch.arange(sum(counts[cp.rank]), device=device).split(counts[cp.rank])
+        asking = torch.cat([rows[:n] for rows, n in zip(own, asked[cp.rank])])
+        everyone = torch.arange(sum(map(sum, asked)), device=device).split([n for x in asked for n in x])
+        gathered = [torch.cat(everyone[i :: len(requests)]) for i in range(len(requests))]
+        return cls(own, by_ring, asking, [sum(of_rank) for of_rank in asked], gathered)
 
 
 class SplitCore:
@@ -150,7 +140,7 @@ class SplitCore:
         dtype = torch.promote_types(everyone.dtype, torch.float32)
         parts = everyone.new_empty(*everyone.shape[:2], everyone.shape[2] + 1, dtype=dtype)
         for i, where in enumerate(self.ways.gathered):
-            if where is None:
+            if self.ways.by_ring[i]:
                 continue
             rows = self.of_pass.requests[i]
             q = everyone[where].transpose(0, 1)[None]  # [1, H, T, head_dim], in rank order
@@ -180,25 +170,15 @@ def gather_logits(cp: Comm, rows: Sequence[Rows], own: Tensor) -> Tensor | None:
     Rows from which no token is chosen are 0 in the result. Each of the other rows that is not on the first rank costs a
     message of V elements.
     """
-    wanted: list[list[int]] = [[] for _ in range(cp.size)]  # for each rank, the result rows it sends
-    here: list[int] = []  # the rows of `own` that this rank sends
-    first = own_row = 0
-    for x in rows:
-        for t in range(x.begin, x.end):
-            rank, is_wanted = t % cp.size, t >= x.end - x.num_chosen
-            if is_wanted:
-                wanted[rank].append(first + t - x.begin)
-            if rank == cp.rank:
-                here += [own_row] if is_wanted else []
-                own_row += 1
-        first += len(x.tokens)
+    places = [(t % cp.size, t >= x.end - x.num_chosen) for x in rows for t in range(x.begin, x.end)]
+    here = own[[is_wanted for rank, is_wanted in places if rank == cp.rank]]
     if cp.rank > 0:
-        if here:
-            cp.send(own[here], 0)
+        if len(here):
+            cp.send(here, 0)
         return None
-    logits = own.new_zeros(first, own.shape[1])
-    for rank, places in enumerate(wanted):
-        if places:
-            shape = len(places), own.shape[1]
-            logits[places] = own[here] if rank == 0 else cp.recv(shape, own.dtype, rank)
+    logits = own.new_zeros(len(places), own.shape[1])
+    for rank in range(cp.size):
+        if wanted := [row for row, place in enumerate(places) if place == (rank, True)]:
+            shape = len(wanted), own.shape[1]
+            logits[wanted] = here if rank == 0 else cp.recv(shape, own.dtype, rank)
     return logits

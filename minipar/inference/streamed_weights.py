@@ -34,15 +34,8 @@ from torch import Tensor, nn
 from minipar.config.choices import MEMORIES
 from minipar.data_parallel.memory import Memory
 from minipar.model.transformer import Transformer
-from minipar.support.errors import require_positive
 
 ALIGNMENT_BYTES = 64
-
-
-def most_tokens_per_s(read_bytes_per_s: float, layer_bytes: float, rows: int = 1) -> float:
-    """Return the maximum tokens per second of `rows` requests together: rows * bandwidth / bytes of the layers."""
-    require_positive(rows=rows)
-    return rows * read_bytes_per_s / layer_bytes
 
 
 class Place(NamedTuple):

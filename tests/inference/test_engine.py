@@ -183,7 +183,7 @@ FAULTS = {
     "table not copied on write": (Scheduler, "_make_room", "if i >= first and", "if i > first and"),
     "copy is empty": (PagedModel, "copy_block", "memory.copy(source, destination)", "pass"),
     "hash without its parent": (prefix, "block_key", "parent + ", ""),
-    "positions begin anew": (Pass, "of", "[[t] for _, t", "[[t - rows.begin] for rows, t"),
+    "positions begin anew": (Pass, "of", "], t, share", "], t - rows.begin, share"),
     "cache kept after preemption": (
         Scheduler, "_preempt_one_after", "victim.num_read if self.swap else 0", "victim.num_read",
     ),

@@ -211,7 +211,7 @@ def test_when_a_rank_fails_what_was_finished_is_written(folder, requests, tmp_pa
 
     monkeypatch.setattr(serve, "_serve_rank", serve_and_fail)
     with pytest.raises(RankError, match="SIGKILL" if dies else "a rank is lost"):
-        serve.serve_file(folder, requests, tmp_path, serve.Options(), tp=2 if dies else 1)
+        serve.serve_file(folder, requests, tmp_path, serve.Options(), serve.MeshSizes(2 if dies else 1))
     results = results_of(tmp_path)
     assert len(results[3]["tokens"]) == 5 or 10 in results
     assert results[1]["error"] == ERRORS[1]
