@@ -140,3 +140,30 @@ def bytes_of_a_comparison(world):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_comparison_sends_sixteen_bytes_to_each_other_rank(size):
     assert minipar.run(bytes_of_a_comparison, world_size=size) == [16 * (size - 1)] * size
+
+
+# (function that wraps, options, what the error says).
+WRONG = [
+    (DDP, dict(reduce="max"), "reduce='max'"),
+    (DDP, dict(bucket_mb=0), "bucket_mb=0"),
+    (DDP, dict(bucket_mb=-1.0), "bucket_mb=-1.0"),
+    (DDP, dict(first_bucket_mb=0), "first_bucket_mb=0"),
+    (zero, dict(stage=3), "stage=3"),
+    (zero, dict(stage=0), "stage=0"),
+    (zero, dict(optimizer_cls=torch.optim.LBFGS), "optimizer_cls=LBFGS"),
+    (zero, dict(optimizer_cls=torch.optim.Adafactor), "optimizer_cls=Adafactor"),
+    (zero, dict(reduce="max"), "reduce='max'"),
+    (zero, dict(bucket_mb=0), "bucket_mb=0"),
+    (zero, dict(offload="tape"), "offload='tape'"),
+    (zero, dict(folder="x"), "folder='x' is for states in a file; use offload='disk'"),
+    (FSDP, dict(reduce="max"), "reduce='max'"),
+    (FSDP, dict(units=nn.Conv2d), "matches no module inside Sequential"),
+    (FSDP, dict(units=lambda m: False), "matches no module"),
+    (FSDP, dict(offload="tape"), "offload='tape'"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "wrong", "says"), WRONG)
+def test_bad_arguments_are_refused_by_name(wrap, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        wrap(nn.Sequential(nn.Linear(2, 2)), lambda p: None, **wrong)  # before anything is asked of a Comm

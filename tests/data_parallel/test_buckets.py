@@ -25,7 +25,7 @@ several_shapes = st.lists(shapes(max_dims=2, max_side=40), min_size=1, max_size=
 
 
 @given(several_shapes, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 5), st.data())
-def test_parameters_have_aligned_views_and_buckets_keep_limits(shapes_, limit, first, size, data):
+def test_views_are_aligned_and_disjoint_and_buckets_keep_limits(shapes_, limit, first, size, data):
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])) for _ in shapes_]
     params = parameters(shapes_, dtypes)
     ranks = Ranks(size)
@@ -43,21 +43,12 @@ def test_parameters_have_aligned_views_and_buckets_keep_limits(shapes_, limit, f
         for param, view in bucket.views.items():
             assert view.shape == param.shape
             assert (view.data_ptr() - bucket.flat.data_ptr()) % ALIGNMENT_BYTES == 0 or view.numel() == 0
+        for view in [*bucket.views.values(), bucket.flags]:  # they do not overlap
+            view += 1
+        assert bucket.flat.count_nonzero() == sum(p.numel() for p in bucket.params) + len(bucket.flagged)
+        assert (bucket.flat <= 1).all()
     flagged = [p for bucket in buckets for p in bucket.flagged]
     assert {id(p) for p in flagged} == {id(p) for p in params}
-
-
-@given(several_shapes, st.integers(1, 3))
-def test_views_do_not_overlap_and_leave_the_flags_alone(shapes_, size):
-    params = parameters(shapes_, [torch.float64] * len(shapes_))
-    ranks = Ranks(size)
-    for bucket in make_buckets(params, lambda _: ranks, 2000, 2000, Bucket):
-        for view in bucket.views.values():
-            view += 1
-        bucket.flags.add_(1)
-        written = sum(p.numel() for p in bucket.params) + len(bucket.flagged)
-        assert bucket.flat.sum() == written
-        assert (bucket.flat <= 1).all()
 
 
 def test_the_last_parameters_fill_the_first_bucket_which_is_small():

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,128 +18,35 @@ from minipar.data_parallel.reductions import reduce_plainly
 from minipar.mesh import placement_of
 from minipar.model import Transformer, cross_entropy_sum
 from minipar.support.trace import Trace
-from tests.strategies import assert_equal_to, seeds
-
-
-class Case(NamedTuple):
-    seed: int
-    width: int
-    bucket_mb: float
-    reduce: str
-    microbatches: int
-    steps: int
-    set_to_none: bool
-    algorithm: str
-
-
-cases = st.builds(
+from tests.data_parallel.training import (
     Case,
-    seed=seeds,
-    width=st.integers(1, 9),
-    bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
-    reduce=st.sampled_from(["mean", "sum"]),
-    microbatches=st.integers(1, 3),
-    steps=st.integers(1, 3),
-    set_to_none=st.booleans(),
-    algorithm=st.sampled_from(["auto", "ring", "tree", "native"]),
+    Net,
+    assert_trained_as_one_process,
+    drawn_cases,
+    trained_on_ranks,
 )
+from tests.strategies import assert_equal_to
 
 
-class Net(nn.Module):
-    """Everything that is hard for DDP in one small model: tied, frozen, unused, used on some ranks, a buffer."""
-
-    def __init__(self, width: int, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.tied = nn.Linear(width, width, bias=False)
-        self.again = nn.Linear(width, width, bias=False)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.unused = nn.Linear(width, 3)
-        self.on_even_ranks = nn.Linear(width, width)
-        self.out = nn.Linear(width, 2 * width + 1)
-        self.register_buffer("offset", torch.randn(width))
-        self.to(torch.float64)
-
-    def forward(self, x, rank: int):
-        h = torch.tanh(self.again(torch.tanh(self.tied(x + self.offset))))
-        h = self.frozen(h)
-        if rank % 2 == 0:
-            h = h + self.on_even_ranks(h)
-        return self.out(h).square().mean()
-
-
-def batch(case: Case, rank: int, step: int, microbatch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash((case.seed, rank, step, microbatch)) % 2**31)
-    return torch.randn(3, case.width, generator=generator, dtype=torch.float64)
-
-
-def train_on_ranks(world, case: Case, wrap=DDP):
+def trained(world, case: Case, wrap=DDP):
     net = Net(case.width, seed=case.seed + world.rank)  # different on each rank: rank 0's is what counts
     ddp = wrap(net, world, bucket_mb=case.bucket_mb, first_bucket_mb=case.bucket_mb / 2, reduce=case.reduce,
                algorithm=case.algorithm)  # fmt: skip
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    history = []
-    for step in range(case.steps):
-        optimizer.zero_grad(set_to_none=case.set_to_none)
-        with ddp.no_sync():
-            for microbatch in range(case.microbatches - 1):
-                ddp(batch(case, world.rank, step, microbatch), world.rank).backward()
-        ddp(batch(case, world.rank, step, case.microbatches - 1), world.rank).backward()
-        history.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
-        optimizer.step()
-    return history, net.state_dict()
+    return trained_on_ranks(world, case, ddp)
 
 
-def train_in_one_process(case: Case, size: int):
-    net = Net(case.width, seed=case.seed)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    history = []
-    for step in range(case.steps):
-        optimizer.zero_grad(set_to_none=case.set_to_none)
-        for microbatch in range(case.microbatches):
-            for rank in range(size):
-                loss = net(batch(case, rank, step, microbatch), rank)
-                (loss / size if case.reduce == "mean" else loss).backward()
-        history.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
-        optimizer.step()
-    return history, net.state_dict()
-
-
-def assert_same_training(results, case: Case):
-    want_history, want_state = train_in_one_process(case, len(results))
-    for rank, (history, state) in enumerate(results):
-        for step, (got, want) in enumerate(zip(history, want_history)):
-            for name in want:
-                what = f"rank {rank}, step {step}, gradient of {name}"
-                assert (got[name] is None) == (want[name] is None), what
-                if want[name] is not None:
-                    assert_equal_to(got[name], want[name], what=what)
-        for name in want_state:
-            assert_equal_to(state[name], want_state[name], what=f"rank {rank}, {name} at the end")
-
-
-@given(st.integers(1, 8), st.lists(cases, min_size=3, max_size=3))
+@given(
+    st.integers(1, 8),
+    drawn_cases(
+        bucket_mb=[1e-5, 1e-4, 5e-4, 1.0], steps=[1, 2, 3], algorithm=["auto", "ring", "tree", "native"]
+    ),
+)
 def test_ddp_trains_as_one_process_does(size, drawn):
     results = minipar.run(
-        lambda world, drawn: [train_on_ranks(world, case) for case in drawn],
-        drawn,
-        world_size=size,
+        lambda world, drawn: [trained(world, case) for case in drawn], drawn, world_size=size
     )
-    for i, case in enumerate(drawn):
-        assert_same_training([r[i] for r in results], case)
-
-
-CASE = Case(
-    seed=3,
-    width=5,
-    bucket_mb=1e-4,
-    reduce="mean",
-    microbatches=1,
-    steps=2,
-    set_to_none=True,
-    algorithm="ring",
-)
+    for case, of_ranks in zip(drawn, zip(*results)):
+        assert_trained_as_one_process(of_ranks, case)
 
 
 class AveragesTheParameter(DDP):
@@ -197,8 +103,8 @@ def test_real_bugs_are_seen(broken):
 
 
 def check_training(wrap, timeout_s=60.0):
-    ranks = minipar.run(train_on_ranks, CASE, wrap, world_size=2, timeout_s=timeout_s)
-    assert_same_training(ranks, CASE)
+    case = Case()
+    assert_trained_as_one_process(minipar.run(trained, case, wrap, world_size=2, timeout_s=timeout_s), case)
 
 
 # Losses over tokens ------------------------------------------------------------------------------------------------
@@ -439,12 +345,3 @@ def test_it_is_a_drop_in_for_torchs_ddp_in_a_plain_loop():
     for pairs in minipar.run(as_torchs, world_size=2):
         for ours, theirs in pairs:
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"reduce": "max"}, {"bucket_mb": 0}, {"bucket_mb": -1.0}, {"first_bucket_mb": 0}]
-)
-def test_bad_arguments_are_refused_by_name(wrong):
-    comm = minipar.Comm.__new__(minipar.Comm)  # refused before anything is asked of it
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        DDP(nn.Linear(2, 2), comm, **wrong)

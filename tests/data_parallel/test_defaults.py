@@ -26,46 +26,46 @@ def batch(rank: int, width: int) -> torch.Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
 
 
-def bytes_of_a_backward(world, widths) -> list[tuple[int, int]]:
-    """What a backward under DDP sent, and the flat bytes of its buckets."""
+def bytes_of_a_step(world, wrapper, widths):
+    """What a step sent, by kind, and the bytes of its flat buffers."""
     counts = []
     for width in widths:
-        ddp = DDP(layers(width), world)
+        called = net = layers(width)
+        if wrapper is DDP:
+            called = DDP(net, world)
+        elif wrapper is FSDP:
+            called = FSDP(net, world, nn.Linear)
+        zero = wrapper is ZeroOptimizer and ZeroOptimizer(net.parameters(), torch.optim.SGD, world, lr=0.1)
         world.traffic.reset()
-        ddp(batch(world.rank, width)).square().sum().backward()
-        flats = [flat_bytes(b.params, world.size, len(b.flagged)) for b in ddp.buckets]
-        counts.append((world.traffic.sent_bytes, sum(flats)))
+        called(batch(world.rank, width).requires_grad_()).square().sum().backward()
+        if zero:
+            zero.step()
+        if wrapper is FSDP:
+            flat = sum(flat.full.nbytes for flat in called.flats)
+        else:
+            flat = sum(flat_bytes(b.params, world.size, len(b.flagged)) for b in (zero or called).buckets)
+        counts.append((dict(world.traffic.by_kind), flat))
     return counts
+
+
+# Wrapper -> kind -> how many times p-1/p of its flat buffers a step sends. FSDP gathers every unit twice: the one whose
+# forward ends last is the root, which holds nothing. ZeRO and FSDP all-reduce the flags of unused parameters besides.
+SENT = {
+    DDP: {"all_reduce": 2},
+    ZeroOptimizer: {"reduce_scatter": 1, "all_gather": 1},
+    FSDP: {"reduce_scatter": 1, "all_gather": 2},
+}
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
-def test_ddp_sends_its_formula(size):
-    for counts in minipar.run(bytes_of_a_backward, WIDTHS, world_size=size):
+@pytest.mark.parametrize("wrapper", SENT)
+def test_a_step_sends_the_wrappers_formula(wrapper, size):
+    for counts in minipar.run(bytes_of_a_step, wrapper, WIDTHS, world_size=size):
         for sent, flat in counts:
-            assert sent == 2 * (size - 1) * flat // size
-
-
-def bytes_of_a_step(world, widths) -> list[tuple[int, int, int]]:
-    """What a backward under ZeRO and its step sent, without the flags of unused parameters, and its buckets' bytes."""
-    counts = []
-    for width in widths:
-        zero = ZeroOptimizer((net := layers(width)).parameters(), torch.optim.SGD, world, lr=0.1)
-        world.traffic.reset()
-        net(batch(world.rank, width)).square().sum().backward()
-        zero.step()
-        kinds = world.traffic.by_kind
-        flats = [flat_bytes(b.params, world.size, len(b.flagged)) for b in zero.buckets]
-        counts.append((kinds["reduce_scatter"], kinds["all_gather"], sum(flats)))
-    return counts
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("size", SIZES)
-def test_zero_sends_its_formula(size):
-    for counts in minipar.run(bytes_of_a_step, WIDTHS, world_size=size):
-        for scattered, gathered, flat in counts:
-            assert scattered == gathered == (size - 1) * flat // size
+            flags = 0 if wrapper is DDP else sent.pop("all_reduce")
+            assert flags <= 2 * (size - 1) * 8
+            assert sent == {kind: n * (size - 1) * flat // size for kind, n in SENT[wrapper].items()}
 
 
 def bits(world, widths, stage, reduce, ddp_algorithm) -> list[bool]:
@@ -100,24 +100,3 @@ def test_zeros_sums_are_ddps_bit_for_bit(size, stage, reduce):
 
 def test_an_all_reduce_that_adds_in_another_order_is_noticed():
     assert not all(map(all, minipar.run(bits, WIDTHS, 1, "mean", "tree", world_size=4)))
-
-
-def bytes_of_an_fsdp_step(world, width) -> tuple[int, int, int]:
-    fsdp = FSDP(layers(width), world, nn.Linear)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-    x = batch(world.rank, width).requires_grad_()
-    world.traffic.reset()
-    fsdp(x).square().sum().backward()
-    optimizer.step()
-    kinds = world.traffic.by_kind
-    return kinds["all_gather"], kinds["reduce_scatter"], sum(flat.full.numel() for flat in fsdp.flats)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("width", [1, 128])
-def test_fsdp_sends_its_formula(size, width):
-    """Every unit is gathered twice: the one whose forward ends last is the root, which holds nothing."""
-    for gathered, scattered, elems in minipar.run(bytes_of_an_fsdp_step, width, world_size=size):
-        assert scattered == (size - 1) * elems * 4 // size
-        assert gathered == 2 * scattered

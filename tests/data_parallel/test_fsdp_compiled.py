@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import minipar
-from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
+from minipar.data_parallel import DDP, FSDP
+from tests.data_parallel.wrapped import loss_of, network, penalised
 from tests.strategies import assert_equal_to
 
 
@@ -97,48 +98,17 @@ def test_a_unit_inside_what_is_compiled_is_refused(how, says):
         minipar.run(wrap, how, world_size=1, timeout_s=60)
 
 
-def penalised(module, x):
-    """A loss with the norm of its gradient in it, summed over two samples."""
-    x = x.clone().requires_grad_()
-    y = module(x)
-    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    return slope.square().sum() + y.sum()
-
-
-def penalty(world, wrapper):
-    net, x = nn.Sequential(*parts()), samples(world.rank, 0)
-    if wrapper is DDP:
-        penalised(DDP(net, world), x).backward()
-        return [p.grad for p in net.parameters()]
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, world, lr=1.0)
-    before = [p.detach().clone() for p in net.parameters()]
-    penalised(net, x).backward()
-    optimizer.step()
-    return [b - p.detach() for b, p in zip(before, net.parameters())]
-
-
-@pytest.mark.parametrize("wrapper", [DDP, ZeroOptimizer])
-def test_a_gradient_penalty_is_that_of_one_process(wrapper):
-    net = nn.Sequential(*parts())
-    for rank in range(2):
-        (penalised(net, samples(rank, 0)) / 2).backward()
-    for got in minipar.run(penalty, wrapper, world_size=2):
-        for gradient, p in zip(got, net.parameters(), strict=True):
-            assert_equal_to(gradient, p.grad)
-
-
 def refused_penalty(world):
     """The gradients of an ordinary backward, after a refused one and without."""
     gradients = []
     for refused in (True, False):
-        net = nn.Sequential(*parts())
-        fsdp = FSDP(net, world, nn.Linear)
+        fsdp = FSDP(network(), world, nn.Linear)
         if refused:
             with pytest.raises(
                 RuntimeError, match="create_graph=True in a backward through unit .*use DDP or Zero"
             ):
-                penalised(fsdp, samples(world.rank, 0))
-        fsdp(samples(world.rank, 0)).sum().backward()
+                penalised(fsdp, world.rank)
+        loss_of(fsdp, world.rank).backward()
         gradients.append([p.grad.clone() for p in fsdp.parameters()])
     return all(map(torch.equal, *gradients))
 

@@ -15,7 +15,7 @@ from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradie
 from minipar.model.init import initial_weight
 from minipar.spec.memory import held_bytes, storages
 from tests.data_parallel.memory import Peak
-from tests.data_parallel.test_fsdp import Case, Net, Part, batch
+from tests.data_parallel.training import Case, Net, Part, batch
 from tests.data_parallel.wrapped import in_one_process, loss_of, network
 from tests.strategies import assert_equal_to
 
@@ -225,42 +225,6 @@ def fails_in_a_backward(fsdp, rank, step):
     handle.remove()
 
 
-def deep():
-    """Three units: where the first one's backward fails, the last one's gradients have been reduced already."""
-    return network().append(nn.Linear(3, 3).double())
-
-
-def trained_past_an_exception(world, reshard, zeroed, goes_on):
-    fsdp = FSDP(deep(), world, nn.Linear, reshard_after_forward=reshard)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
-    loss_of(fsdp, world.rank, 0).backward()
-    fails_in_a_backward(fsdp, world.rank, 1)
-    if zeroed:
-        optimizer.zero_grad()
-    if goes_on:
-        loss_of(fsdp, world.rank, 2).backward()
-    optimizer.step()
-    return fsdp.full_state_dict()
-
-
-WAYS = [(reshard, zeroed, goes_on) for reshard in (True, False) for zeroed in (0, 1) for goes_on in (0, 1)]
-
-
-def test_earlier_gradients_outlive_an_exception_until_zeroed():
-    results = minipar.run(
-        lambda world: [trained_past_an_exception(world, *way) for way in WAYS], world_size=2
-    )
-    for states in results:
-        for (_, zeroed, goes_on), state in zip(WAYS, states):
-            model = deep()
-            for step in [0] * (not zeroed) + [2] * goes_on:
-                for rank in range(2):
-                    (loss_of(model, rank, step) / 2).backward()
-            torch.optim.SGD(model.parameters(), lr=1.0).step()
-            for name, want in model.state_dict().items():
-                assert_equal_to(state[name], want, what=name)
-
-
 def fails_while_it_accumulates(world, inside):
     """Accumulate, fail, and go on: refused until FSDP's zero_grad; return the gradients of the step after it."""
     fsdp = FSDP(network(), world, nn.Linear)
@@ -286,58 +250,15 @@ def test_an_exception_in_no_sync_is_told_until_zero_grad():
             assert_equal_to(got[name], want.reshape(-1), what=name)
 
 
-def gradient_after_a_dropped_one(world, reshard_after_forward, set_to_none):
-    fsdp = FSDP(nn.Linear(1, 2, bias=False), world, reshard_after_forward=reshard_after_forward)
-    x = torch.full((1, 1), 3.0)
-    with fsdp.no_sync():
-        (1000 * fsdp(x)).sum().backward()
-    fsdp.zero_grad(set_to_none)
-    fsdp(x).sum().backward()
-    return [grad.tolist() for grad in (p.grad for p in fsdp.parameters()) if grad is not None]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_zero_grad_drops_gradients_that_are_not_reduced_yet(reshard_after_forward, set_to_none):
-    ranks = minipar.run(gradient_after_a_dropped_one, reshard_after_forward, set_to_none, world_size=2)
-    assert [x for grads in ranks for grad in grads for x in grad] == [3.0, 3.0]
-
-
-class ReadsAnothersWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(self.a(x)) * self.a.weight.sum()
-
-
-def reads_freed(world):
-    fsdp = FSDP(ReadsAnothersWeight(), world, nn.Linear)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"a\.weight was used while unit 'a'.*is freed"):
-            fsdp(torch.ones(1, 4))
-
-
-def replaced(world):
+def thawed(world):
     fsdp = FSDP(Net(6, 0), world, Part)
-    weight = fsdp.module.parts[0].own.weight
-    weight.data = weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"parts\.0\.own\.weight, in unit 'parts\.0', was replaced"):
-        fsdp(batch(CASE, 0, 0, 0), 0)
-    cast = FSDP(Net(6, 0), world, Part)
-    cast.float()
-    with pytest.raises(RuntimeError, match="was replaced behind FSDP's back"):
-        cast(batch(CASE, 0, 0, 0), 0)
-    thawed = FSDP(Net(6, 0), world, Part)
-    thawed.module.frozen.weight.requires_grad_(True)
+    fsdp.module.frozen.weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"frozen\.weight.*was frozen"):
-        thawed(batch(CASE, 0, 0, 0), 0)
+        fsdp(batch(CASE, 0, 0, 0), 0)
 
 
-def test_a_freed_parameter_and_a_replaced_storage_are_named():
-    minipar.run(reads_freed, world_size=2)
-    minipar.run(replaced, world_size=2)
+def test_a_parameter_thawed_after_wrapping_is_named():
+    minipar.run(thawed, world_size=2)
 
 
 # The whole, in and out --------------------------------------------------------------------------------------------
@@ -434,17 +355,3 @@ def test_synchronize_reduces_deferred_weight_gradients():
     for state in minipar.run(deferred, world_size=2):
         for name, want in model.state_dict().items():
             assert_equal_to(state[name], want, what=name)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (dict(reduce="max"), "reduce='max'"),
-        (dict(units=nn.Conv2d), "matches no module inside Sequential"),
-        (dict(units=lambda m: False), "matches no module"),
-        (dict(offload="tape"), "offload='tape'"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(wrong, named):
-    with pytest.raises(ValueError, match=named):
-        FSDP(layers(1, 2), lambda p: None, **wrong)

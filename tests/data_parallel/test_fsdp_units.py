@@ -47,22 +47,26 @@ def test_a_backward_runs_the_units_in_the_reverse_order_of_their_ends():
     assert minipar.run(orders, world_size=1) == [[[["root", "0", "1", "2"], ["root", "2", "1", "0"]]] * 2]
 
 
-class ReadsAnothersWeightInTheBackward(nn.Module):
-    def __init__(self):
+class ReadsAnothersWeight(nn.Module):
+    def __init__(self, in_backward):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.in_backward = nn.Linear(4, 4), nn.Linear(4, 4), in_backward
 
     def forward(self, x):
         h = self.b(self.a(x))
+        if not self.in_backward:
+            return h * self.a.weight.sum()
         h.register_hook(lambda grad: grad * self.a.weight.sum())
         return h.sum()
 
 
-def test_a_parameter_read_in_the_backward_of_another_unit_is_named():
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_parameter_read_while_another_unit_runs_is_named(in_backward):
     def read(world):
-        loss = FSDP(ReadsAnothersWeightInTheBackward(), world, nn.Linear)(torch.ones(1, 4))
-        with pytest.raises(RuntimeError, match=r"a\.weight was used while unit 'a'.*is freed"):
-            loss.backward()
+        fsdp = FSDP(ReadsAnothersWeight(in_backward), world, nn.Linear)
+        for _ in range(1 if in_backward else 2):
+            with pytest.raises(RuntimeError, match=r"a\.weight was used while unit 'a'.*is freed"):
+                fsdp(torch.ones(1, 4)).backward()
 
     minipar.run(read, world_size=2)
 

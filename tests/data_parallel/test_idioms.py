@@ -4,6 +4,7 @@ A program takes a `Use`, which makes its model and its optimizer and runs its ba
 """
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minipar
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
-from tests.data_parallel.wrapped import loss_of, network, samples
+from tests.data_parallel.wrapped import loss_of, network, penalised, samples
 from tests.strategies import assert_equal_to
 
 
@@ -24,14 +25,16 @@ class Use:
     def __init__(self, wrapper, optimizer, world=None, size=1):
         self.wrapper, self.world, self.ranks = wrapper, world, range(size) if world is None else [world.rank]
         self.cls, self.options = OPTIMIZERS[optimizer]
+        self.is_fsdp = str(wrapper).startswith("fsdp")
 
     def model(self, model=None, units=nn.Linear):
         model = network() if model is None else model
         self.called = model
         if self.wrapper == "ddp":
             self.called = DDP(model, self.world, bucket_mb=1e-4)
-        elif self.wrapper == "fsdp":
-            self.called = FSDP(model, self.world, units, per_element=True)
+        elif self.is_fsdp:
+            kept = self.wrapper == "fsdp, kept"
+            self.called = FSDP(model, self.world, units, reshard_after_forward=not kept, per_element=True)
         return model
 
     def optimizer(self, params):
@@ -42,13 +45,20 @@ class Use:
         )
         return ZeroOptimizer(params, self.cls, self.world, int(self.wrapper[4]), **own, **self.options)
 
+    def no_sync(self, optimizer):
+        return self.owner(optimizer).no_sync() if self.world else nullcontext()
+
+    def owner(self, optimizer):
+        """Return what reduces the gradients."""
+        return self.called if isinstance(self.called, DDP | FSDP) else optimizer
+
     def backward(self, step=0, loss=loss_of):
         """Add the gradients of a step's mean loss; under a wrapper, of this rank's loss."""
         for rank in self.ranks:
             (loss(self.called, rank, step) / len(self.ranks)).backward()
 
     def state(self, model):
-        state = self.called.full_state_dict() if self.wrapper == "fsdp" else model.state_dict()
+        state = self.called.full_state_dict() if self.is_fsdp else model.state_dict()
         return {name: value.clone() for name, value in state.items()}
 
 
@@ -134,19 +144,71 @@ def steps_without_a_backward(use):
     return model
 
 
-def an_exception_ends_a_backward(use, set_to_none, earlier):
-    """With `earlier`, the backward that fails had gradients to add to."""
+def unreduced_gradients_are_zeroed(use, set_to_none):
     model = use.model()
+    optimizer = use.optimizer(model.parameters())
+    use.backward(0)
+    with use.no_sync(optimizer):
+        use.backward(1)
+    use.called.zero_grad(set_to_none)
+    use.backward(2)
+    optimizer.step()
+    return model
+
+
+def accumulates(use, reduced, synchronises):
+    """Three backwards of a step, each `reduced` or under no_sync; then `synchronize`, or ZeRO's step reduces the sum."""
+    model = use.model()
+    optimizer = use.optimizer(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(3):
+            with nullcontext() if reduced else use.no_sync(optimizer):
+                use.backward(3 * step + microbatch)
+        if synchronises and use.world:
+            use.owner(optimizer).synchronize()
+        optimizer.step()
+    return model
+
+
+def steps_inside_one_no_sync(use):
+    """Of the steps inside, one has two backwards; the last step, outside, has a backward inside."""
+    model = use.model()
+    optimizer = use.optimizer(model.parameters())
+    with use.no_sync(optimizer):
+        for step in range(3):
+            model.zero_grad()
+            use.backward(step)
+            if step == 1:
+                use.backward(10)
+            optimizer.step()
+        model.zero_grad()
+        use.backward(3)
+    optimizer.step()
+    return model
+
+
+def an_exception_ends_a_backward(use, set_to_none, earlier=True, goes_on=True):
+    """Where the first layer's backward fails, the last one's gradients are reduced, and the second's on their way.
+
+    set_to_none  of zero_grad afterwards, None if nothing zeroes: then the failed backward leaves the earlier gradients
+    earlier      whether the backward that fails had gradients to add to
+    goes_on      whether another backward comes before the step
+    """
+    model = use.model(network().append(nn.Linear(3, 3).double()))
     optimizer = use.optimizer(model.parameters())
     use.backward(0)
     if not earlier:
         optimizer.zero_grad()
-    hook = model[0].weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        use.backward(1)
-    hook.remove()
-    optimizer.zero_grad(set_to_none)
-    use.backward(2)
+    if use.world:
+        hook = model[0].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            use.backward(1)
+        hook.remove()
+    if set_to_none is not None:
+        optimizer.zero_grad(set_to_none)
+    if goes_on:
+        use.backward(2)
     optimizer.step()
     return model
 
@@ -197,6 +259,20 @@ def thawed_before_the_backward(use):
     return model
 
 
+def frozen_for_a_while(use):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)
+    ).double()
+    optimizer = use.optimizer(use.model(model, nn.Sequential).parameters())
+    for step in range(3):
+        model[:2].requires_grad_(step != 1)
+        optimizer.zero_grad()
+        use.backward(step)
+        optimizer.step()
+    return model
+
+
 def weights_are_loaded(use):
     model = use.model()
     optimizer = use.optimizer(model.parameters())
@@ -237,6 +313,10 @@ def stepped(use, model, units, loss=loss_of):
         use.backward(step, loss)
         optimizer.step()
     return model
+
+
+def a_gradient_is_in_the_loss(use):
+    return stepped(use, network(), nn.Linear, penalised)
 
 
 class Scaled(nn.Module):
@@ -381,7 +461,13 @@ OF_MODELS = {
     program.__name__: program
     for program in (
         two_forwards_save_a_buffer, outputs_are_changed_in_place, called_twice_and_used_on_some_ranks, units_share_a_module,
+        frozen_for_a_while,
     )
+} | {
+    "accumulates, all reduced": partial(accumulates, reduced=True, synchronises=False),
+    "accumulates, synchronised": partial(accumulates, reduced=False, synchronises=True),
+} | {
+    f"unreduced, {to_none}": partial(unreduced_gradients_are_zeroed, set_to_none=to_none) for to_none in (True, False)
 } | {
     f"an exception, {to_none}, {earlier}": partial(an_exception_ends_a_backward, set_to_none=to_none, earlier=earlier)
     for to_none in (True, False)
@@ -395,7 +481,22 @@ OF_MODELS = {
     for reentrant in (True, False)
     for units in (None, nn.Linear)
 }  # fmt: skip
-PROGRAMS = OF_OPTIMIZERS | OF_MODELS
+# Wrapper -> programs of which each holds there alone.
+OWN = {
+    "ddp": {"penalty": a_gradient_is_in_the_loss},
+    "zero": {
+        "penalty": a_gradient_is_in_the_loss,
+        "steps inside no_sync": steps_inside_one_no_sync,
+        "accumulates, reduced by the step": partial(accumulates, reduced=False, synchronises=False),
+    },
+    "fsdp": {
+        f"an exception, not zeroed, {goes_on}": partial(
+            an_exception_ends_a_backward, set_to_none=None, goes_on=goes_on
+        )
+        for goes_on in (True, False)
+    },
+}
+PROGRAMS = OF_OPTIMIZERS | OF_MODELS | OWN["zero"] | OWN["fsdp"]
 WRAPPERS = ("ddp", "zero1", "zero2", "fsdp")
 
 
@@ -426,6 +527,6 @@ def test_programs_written_for_one_process_give_its_numbers(optimizer, size):
     check((*WRAPPERS, *more), optimizer, size, OF_OPTIMIZERS)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp, kept"])
 def test_models_written_for_one_process_give_its_numbers(wrapper):
-    check((wrapper,), "sgd", 2, OF_MODELS)
+    check((wrapper,), "sgd", 2, OF_MODELS | OWN[wrapper[:4]])

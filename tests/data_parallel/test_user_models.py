@@ -15,7 +15,11 @@ ROUNDED = 3.0  # times the error of one process in the same dtype, and a roundin
 LOST = "h.0.norm.weight"
 
 
-def outcome(world, case, lose=None):
+def outcomes(world, cases, lose):
+    return [outcome(world, case, lose) for case in cases]
+
+
+def outcome(world, case, lose):
     """What `train` returns, or the refusal."""
     try:
         return train(case, world, dtype_of(case), lose)
@@ -23,9 +27,14 @@ def outcome(world, case, lose=None):
         return f"{type(refusal).__name__}: {refusal}"
 
 
-def check(case, lose=None):
+def check(*cases, lose=None):
     """Raise AssertionError unless the ranks' numbers are those of one process, or refused as they should be."""
-    results = minipar.run(outcome, case, lose, world_size=case.dp * case.tp)
+    results = minipar.run(outcomes, cases, lose, world_size=cases[0].dp * cases[0].tp)
+    for case, of_ranks in zip(cases, zip(*results)):
+        _require_right(case, of_ranks)
+
+
+def _require_right(case, results):
     if (named := refusal_of(case)) is not None:
         for said in results:
             assert isinstance(said, str), f"was not refused: {case}"
@@ -66,6 +75,28 @@ def test_a_users_model_trains_as_in_one_process(wrapper, data):
     check(data.draw(cases(wrapper)))
 
 
+FROZEN = [
+    ("emb.*", "norm.*", "head.*"),  # the root, as with LoRA in the blocks
+    ("emb.*", "h.*", "norm.*"),
+    ("h.1.*", "norm.*"),
+    ("h.0.*", "h.2.norm.*"),
+    ("emb.*", "h.0.*", "h.1.norm.*", "head.*"),
+]
+OPTIONS = [(), ("reshard_after_forward", False), ("shard_rest", False), ("prefetch", False)]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_model_with_frozen_parts_trains_as_in_one_process(frozen):
+    case = Case(layers=("mlp",) * 3, frozen=frozen, wrapper="fsdp")
+    check(
+        *(
+            case._replace(recomputed=recomputed, options=(("units", "blocks"), *filter(None, [option])))
+            for recomputed in ("none", "all")
+            for option in OPTIONS
+        )
+    )
+
+
 FAULTY = {
     "ddp": Case(),
     "zero1": Case(wrapper="zero1"),
@@ -80,4 +111,4 @@ FAULTY = {
 def test_a_gradient_that_one_rank_loses_is_seen(name):
     check(FAULTY[name])
     with pytest.raises(AssertionError, match=LOST):
-        check(FAULTY[name], LOST)
+        check(FAULTY[name], lose=LOST)

@@ -3,8 +3,6 @@
 import copy
 import pickle
 import re
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -14,21 +12,8 @@ import minipar
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
 from minipar.spec.memory import held_bytes, storages
 from tests.data_parallel.wrapped import loss_of, network
-from tests.strategies import assert_equal_to
 
 # Master weights ----------------------------------------------------------------------------------------------------
-
-
-def gradients_of_the_last_backward(world, earlier: bool):
-    """With `earlier`, after two backwards, only the first of them reduced, and `zero_grad` in place."""
-    zero = ZeroOptimizer((model := network()).parameters(), torch.optim.SGD, world, lr=0.1)
-    if earlier:
-        loss_of(model, world.rank, 0).backward()
-        with zero.no_sync():
-            loss_of(model, world.rank, 1).backward()
-        model.zero_grad(set_to_none=False)
-    loss_of(model, world.rank, 2).backward()
-    return [shard.grad.tolist() for shard in zero.shards]
 
 
 def clipped_under_no_sync(world, stage):
@@ -58,13 +43,6 @@ def test_shards_whose_gradients_are_not_reduced_are_not_clipped(stage):
         assert all(re.search(r"gradient of \S+ is not reduced", each) for each in said), said
         assert norm > 0.1
         assert clipped == pytest.approx(0.1, rel=1e-4)
-
-
-def test_zeroing_in_place_forgets_what_was_not_reduced_too():
-    after_others, alone = (
-        minipar.run(gradients_of_the_last_backward, earlier, world_size=2) for earlier in (True, False)
-    )
-    assert after_others == alone
 
 
 def mixed(world, model, lr=1e-2):
@@ -129,50 +107,6 @@ def test_loaded_weights_replace_the_masters():
     for after, at_once in minipar.run(loads_weights, world_size=2):
         assert all(torch.equal(x, torch.full_like(x, 7)) for x in after)
         assert all(torch.equal(x, torch.full_like(x, 8)) for x in at_once)
-
-
-# Steps inside no_sync ------------------------------------------------------------------------------------------------
-
-
-def steps_in_one_no_sync(make, model, backward, no_sync):
-    """The parameters after three steps inside one no_sync, one of two backwards, and one of a backward inside it."""
-    optimizer = make(model.parameters())
-    with no_sync(optimizer):
-        for step in range(3):
-            model.zero_grad()
-            backward(model, step)
-            if step == 1:
-                backward(model, 10)
-            optimizer.step()
-        model.zero_grad()
-        backward(model, 3)
-    optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-def all_steps_in_one_no_sync(world):
-    def make(params, stage):
-        return ZeroOptimizer(params, torch.optim.SGD, world, stage, bucket_mb=1e-4, lr=0.1, momentum=0.9)
-
-    def backward(model, step):
-        loss_of(model, world.rank, step).backward()
-
-    return [
-        steps_in_one_no_sync(partial(make, stage=stage), network(), backward, ZeroOptimizer.no_sync)
-        for stage in (1, 2)
-    ]
-
-
-def test_every_step_inside_one_no_sync_uses_its_own_gradients():
-    def backward(model, step):
-        (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()
-
-    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    want = steps_in_one_no_sync(make, network(), backward, nullcontext)
-    for stages in minipar.run(all_steps_in_one_no_sync, world_size=2):
-        for trained in stages:
-            for got, p in zip(trained, want):
-                assert_equal_to(got, p)
 
 
 # Refused in words ----------------------------------------------------------------------------------------------------
@@ -245,6 +179,14 @@ def states_that_do_not_fit(world):
     for part in more_ranks["parts"].values():
         part["size"] = 4
     small = ZeroOptimizer(network().parameters(), torch.optim.Adam, world, bucket_mb=1e-4)
+    full = optimizer.full_state_dict()
+    for wrong, said in (
+        (state, "load it with load_state_dict"),
+        ({**full, "param_groups": [{"params": [0]}]}, "groups of"),
+        ({**full, "state": {3: {"exp_avg": torch.ones(2)}}}, r"exp_avg of parameter 3 has shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            optimizer.load_full_state_dict(wrong)
     of_one = torch.optim.Adam(network().parameters()).state_dict()
     for wrong, said in (
         (others, f"rank {1 - world.rank} of 2, this rank's is .* of rank {world.rank} of 2"),
@@ -261,8 +203,6 @@ def states_that_do_not_fit(world):
     ):
         with pytest.raises(ValueError, match=said):
             optimizer.load_state_dict(wrong)
-    with pytest.raises(ValueError, match="load it with load_state_dict"):
-        optimizer.load_full_state_dict(state)
     for number, values in before["state"].items():  # refused whole: nothing was loaded
         for key, value in values.items():
             assert torch.equal(optimizer.state_dict()["state"][number][key], value)
@@ -386,28 +326,3 @@ def bytes_after_an_exception(world):
 
 def test_full_gradients_of_a_backward_that_failed_are_freed():
     assert minipar.run(bytes_after_an_exception, world_size=2) == [0, 0]
-
-
-class Counting(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-
-def counted(world):
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = ZeroOptimizer([weight], Counting, world, lr=0.1, per_element=True)
-    for _ in range(2):
-        weight.sum().backward()
-        optimizer.step()
-    return optimizer.param_groups[0]["k"]
-
-
-def test_what_an_optimizer_counts_in_its_groups_is_the_callers():
-    assert minipar.run(counted, world_size=2) == [2, 2]
-
-
-def test_a_folder_without_files_to_put_there_is_refused():
-    with pytest.raises(ValueError, match="folder='/tmp' is for states in a file; use offload='disk'"):
-        ZeroOptimizer([nn.Parameter(torch.ones(4))], torch.optim.SGD, None, folder="/tmp", lr=0.1)

@@ -20,6 +20,14 @@ def loss_of(model, rank, step=0):
     return model(samples(rank, step).to(next(model.parameters()).dtype)).square().mean()
 
 
+def penalised(model, rank, step=0):
+    """A loss with the norm of its gradient in it."""
+    x = samples(rank, step).requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return slope.square().sum() + y.sum()
+
+
 def in_one_process(model, size):
     (sum(loss_of(model, rank) for rank in range(size)) / size).backward()
     return {name: p.grad for name, p in model.named_parameters()}

@@ -20,7 +20,7 @@ from minipar.extras.offload.offloaded_optimizer import OffloadedOptimizer
 from minipar.support.live_bytes import LiveBytes
 from minipar.support.trace import Trace, overlap_fraction
 from minipar.train.master_weights import MasterWeights
-from tests.data_parallel.test_zero import CASE, Net, batch, groups_of
+from tests.data_parallel.training import Case, Net, batch, groups_of
 
 
 def train(world, stage, offload, folder):
@@ -29,7 +29,7 @@ def train(world, stage, offload, folder):
                               bucket_mb=3e-4, lr=0.01, offload=offload, folder=folder)  # fmt: skip
     for step in range(3):
         optimizer.zero_grad()
-        net(batch(CASE, world.rank, step, 0), world.rank).backward()
+        net(batch(Case(), world.rank, step), world.rank).backward()
         optimizer.step()
     state = optimizer.full_state_dict()
     optimizer.load_full_state_dict(state)
