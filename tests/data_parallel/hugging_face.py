@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minipar.comm import Comm
-from minipar.comm.objects import all_gather_objects
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
-from minipar.mesh import gather, placement_of
-from minipar.tensor_parallel import Column, Divided, full_state_dict, tensor_parallel
+from minipar.tensor_parallel import Column, Divided, tensor_parallel
+from tests.data_parallel.user_models import Trained, whole
 
 VOCAB = 96
 SIZES = dict(
@@ -125,14 +124,6 @@ def layers_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple({type(m) for m in model.modules() if type(m).__name__ in model._no_split_modules})
 
 
-class Trained(NamedTuple):
-    """What came of a training: loss of each step, and the first step's gradients and last parameters by their names."""
-
-    losses: list[Tensor]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
 def train(
     name: str, optimizer: str, wrapper: str | None, world: Comm | None, lose: str | None = None
 ) -> Trained:
@@ -162,32 +153,7 @@ def train(
         losses.append(loss.detach() if world is None else world.all_reduce(loss.detach(), "mean"))
         if step == 0:
             held = update.shards if wrapper == "zero" else list(model.parameters())
-            gradients = gradients_of(model, held, world)
+            gradients = whole(model, held, lambda p: p.grad, world)
         update.step()
         update.zero_grad()
-    return Trained(losses, gradients, parameters_of(model, called, world, wrapper))
-
-
-def gradients_of(model: nn.Module, held: list[Tensor], world: Comm | None) -> dict[str, Tensor]:
-    """Return whole gradients, put together by the placements of what each rank holds; copies must be equal."""
-    if world is None:
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    own = {
-        placement_of(p).name: (placement_of(p), p.grad.as_subclass(Tensor))
-        for p in held
-        if p.grad is not None
-    }
-    parts = all_gather_objects(world, own)
-    return {name: gather([of_rank[name] for of_rank in parts]) for name in own}
-
-
-def parameters_of(
-    model: nn.Module, called: nn.Module, world: Comm | None, wrapper: str | None
-) -> dict[str, Tensor]:
-    if wrapper == "fsdp":
-        state = called.full_state_dict()
-    elif wrapper == "tp":
-        state = full_state_dict(model, world)
-    else:
-        state = model.state_dict()
-    return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
+    return Trained(losses, gradients, whole(model, list(model.parameters()), Tensor.detach, world))

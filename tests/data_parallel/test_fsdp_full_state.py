@@ -6,7 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict
 
 import minipar
 from minipar.data_parallel import FSDP
@@ -93,9 +96,6 @@ def test_inside_summon_full_parameters_states_are_whole():
 
 
 def saved_by_torch(world, folder):
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint import state_dict
-
     model = network()
     fsdp = FSDP(model, world, nn.Linear)
     optimizer = torch.optim.AdamW(fsdp.parameters())
@@ -103,7 +103,11 @@ def saved_by_torch(world, folder):
     optimizer.step()
     for use in (
         lambda: checkpoint.save({"model": model}, checkpoint_id=folder),
+        lambda: save_model(model, f"{folder}/model.safetensors"),
         lambda: state_dict.get_model_state_dict(fsdp),
+        lambda: state_dict.get_model_state_dict(
+            fsdp, options=state_dict.StateDictOptions(full_state_dict=True)
+        ),
         lambda: state_dict.get_state_dict(model, optimizer),
         lambda: state_dict.get_optimizer_state_dict(fsdp, optimizer),
         lambda: state_dict.set_model_state_dict(model, network().state_dict()),
@@ -112,32 +116,8 @@ def saved_by_torch(world, folder):
             use()
 
 
-@pytest.mark.thorough
 def test_torchs_distributed_checkpoints_of_shards_are_refused(tmp_path):
     minipar.run(saved_by_torch, str(tmp_path), world_size=2)
-
-
-def saved_by_hugging_face(world, folder):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    fsdp = FSDP(model, world, nn.Linear)
-    with pytest.raises(RuntimeError, match="save_pretrained takes it as state_dict="):
-        model.save_pretrained(folder)
-    full = fsdp.full_state_dict()
-    if world.rank == 0:
-        model.save_pretrained(folder, state_dict=dict(full))  # it takes entries out
-        loaded = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
-        assert all(torch.equal(x, full[name]) for name, x in loaded.items())
-
-
-@pytest.mark.thorough
-def test_save_pretrained_takes_only_the_full_state_dict(tmp_path):
-    pytest.importorskip("transformers")
-    minipar.run(saved_by_hugging_face, str(tmp_path), world_size=2)
 
 
 def changed(world):

@@ -54,13 +54,13 @@ def test_a_gradient_lost_on_one_rank_is_seen_under_every_wrapper(name):
 
 def saved(world, folder):
     """Save under FSDP and tensor parallelism: refused with what would work, which then is the model."""
-    for wrapper in ("fsdp", "tp"):
+    for wrapper, says in (("fsdp", "save_pretrained takes it as state_dict="), ("tp", "full_state_dict")):
         model = build("llama-tied")
         if wrapper == "fsdp":
             fsdp = FSDP(model, world, units=layers_of(model))
         else:
             tensor_parallel(model, world, plan="llama")
-        with pytest.raises(RuntimeError, match="full_state_dict"):
+        with pytest.raises(RuntimeError, match=says):
             model.save_pretrained(f"{folder}/refused-{world.rank}")
         state = fsdp.full_state_dict() if wrapper == "fsdp" else full_state_dict(model, world)
         if world.rank > 0:

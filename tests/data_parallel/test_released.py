@@ -213,16 +213,6 @@ def test_a_module_whose_ddp_was_dropped_has_gradients_of_its_own_rank():
     assert minipar.run(_module_without_its_ddp, world_size=2) == [[[1.0] * 3], [[2.0] * 3]]
 
 
-def _copied(world):
-    fsdp = FSDP(model(), world)
-    copy.deepcopy(fsdp.module)
-
-
-def test_a_module_inside_fsdp_cannot_be_copied():
-    with pytest.raises(minipar.RankError, match="FSDP cannot be copied or pickled"):
-        minipar.run(_copied, world_size=2)
-
-
 def _gradients_of_two_inputs(world):
     """Gradients after two backwards through one graph, and after one in which an input gets no gradient."""
     torch.manual_seed(0)
