@@ -127,6 +127,6 @@ class FlatGradients:
         self._exact[param] = Exact(rounded, rounded._version, part)
 
     def discard(self) -> None:
-        """After an error, drop gradients that were not reduced, and reduced gradients that were not written."""
+        """Drop gradients that were not reduced, and reduced gradients that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()

@@ -404,7 +404,7 @@ class FSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the shards' gradients, and drop those that are not reduced yet."""
         super().zero_grad(set_to_none)
-        self.reducer.drop_pending()
+        self.reducer.discard()
 
     def reshard(self) -> None:
         """Free every unit's unsharded parameters. The next forward or backward of a unit gathers them again.

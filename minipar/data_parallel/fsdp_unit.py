@@ -159,15 +159,9 @@ class UnitReducer(Synchronised):
             used = used_on_any_rank(comm_of, used, self.algorithm) | (used - comm_of.keys())
         return set(used)
 
-    def drop_pending(self) -> None:
-        """Drop the gradients of backwards whose reduction has not begun."""
-        for gradients in self.gradients:
-            gradients.pending.clear()
-        self.used.clear()
-        self.accumulates = False
-
     def discard(self) -> None:
-        """After an error, drop all gradients that have not been written to the shards."""
+        """Drop all gradients that have not been written to the shards."""
         for gradients in self.gradients:
             gradients.discard()
         self.used.clear()
+        self.accumulates = False
