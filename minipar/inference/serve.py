@@ -83,6 +83,7 @@ def serve_file(
 ) -> Service:
     """Serve the requests of a file with a run's newest checkpoint; write results.jsonl and metrics.json to `out`.
 
+    sizes      the mesh of the service
     targets_s  seconds to the first token, and per further token, within which a request counts towards goodput
     on_done    called with the number of finished requests, and the number of all served requests
     draft      None, or the draft of which each rank loads a copy

@@ -41,28 +41,28 @@ ERRORS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    model = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=48)
+def make_run(folder, **model):
     config = TrainConfig(
-        model=model, batch_size=2, seq_len=16, steps=1, verify_steps=0, trace_steps=0, warmup=0, dtype="float64",
-        checkpoint_every=1, out=tmp_path_factory.mktemp("run"),
+        model=ModelConfig(max_seq_len=48, **model), batch_size=2, seq_len=16, steps=1, verify_steps=0,
+        trace_steps=0, warmup=0, dtype="float64", checkpoint_every=1, out=folder,
     )  # fmt: skip
     train(config)
     return config.folder
+
+
+SMALL = dict(dim=16, num_layers=2, num_heads=2)
+SMALLER = dict(dim=8, num_layers=1, num_heads=1)
+EXPERTS = dict(num_experts=4, top_k=2, capacity_factor=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("run"), **SMALL)
 
 
 @pytest.fixture(scope="module")
 def folder_with_experts(tmp_path_factory):
-    model = ModelConfig(
-        dim=16, num_layers=2, num_heads=2, max_seq_len=48, num_experts=4, top_k=2, capacity_factor=None
-    )
-    config = TrainConfig(
-        model=model, batch_size=2, seq_len=16, steps=1, verify_steps=0, trace_steps=0, warmup=0, dtype="float64",
-        checkpoint_every=1, out=tmp_path_factory.mktemp("run"),
-    )  # fmt: skip
-    train(config)
-    return config.folder
+    return make_run(tmp_path_factory.mktemp("run"), **SMALL, **EXPERTS)
 
 
 @pytest.fixture
@@ -108,32 +108,48 @@ def test_a_file_is_served_and_each_bad_line_is_named(folder, requests, tmp_path,
         assert (tmp_path / "out" / picture).stat().st_size > 0
 
 
+def serve_words(folder, requests, out, *words):
+    return ["serve", str(folder), "--requests", str(requests), "--out", str(out), "--no-draw", *words]
+
+
+def on_experts(words):
+    return pytest.param("folder_with_experts", "", words, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
-    "rounding",
-    ["--cache-bits 8", "--weight-bits 8 --offload disk", "--weight-bits 4 --weight-group 8 --cache-bits 4"],
+    ("run", "both", "other"),
+    [
+        ("folder", "", "--offload disk"),
+        ("folder", "--cache-bits 8", "--tp 2"),
+        ("folder", "--weight-bits 8 --offload disk", "--tp 2"),
+        ("folder", "--weight-bits 4 --weight-group 8 --cache-bits 4", "--tp 2"),
+        *map(on_experts, ["--ep 2", "--ep 2 --tp 2", "--cp 2 --ep 2", "--ep 2 --pp 2"]),
+    ],
 )
 @pytest.mark.sampled(2)
-def test_rounded_models_are_served_on_ranks_too(folder, requests, tmp_path, rounding):
-    for tp in (1, 2):
-        words = ["--out", str(tmp_path / str(tp)), "--tp", str(tp), *rounding.split(), "--no-draw"]
-        main(["serve", str(folder), "--requests", str(requests), *words])
-    assert results_of(tmp_path / "1") == results_of(tmp_path / "2")
+def test_rounded_streamed_and_spread_models_serve_the_same(request, requests, tmp_path, run, both, other):
+    for out, words in [("one", both), ("other", f"{both} {other}")]:
+        main(serve_words(request.getfixturevalue(run), requests, tmp_path / out, *words.split()))
+    assert results_of(tmp_path / "one") == results_of(tmp_path / "other")
 
 
-@pytest.mark.parametrize("words", ["--ep 2", "--ep 2 --tp 2", "--cp 2 --ep 2", "--ep 2 --pp 2"])
-@pytest.mark.thorough
-def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
-    folder_with_experts, requests, tmp_path, words
-):
-    for out, own in [("one", []), ("many", words.split())]:
-        argv = ["--out", str(tmp_path / out), "--no-draw", *own]
-        main(["serve", str(folder_with_experts), "--requests", str(requests), *argv])
-    assert results_of(tmp_path / "one") == results_of(tmp_path / "many")
+def refused(capsys, words) -> str:
+    """The one line that a command says which cannot be."""
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("minipar: ")]
+    return line
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ("--offload tape", "offload='tape' is unknown; use none, cpu or disk"),
+        (
+            "--tp 2 --weight-bits 4 --weight-group 16",
+            "weight_group=16: a group of layers.0.attention.o crosses the cut",
+        ),
         ("--cp 3", "cp=3 does not divide block_size=16; use 1, 2, 4, 8 or 16"),
         ("--cp 0", "cp=0; use a whole number of 1 or more"),
         ("--ep 2", "ep=2: this model has no experts to spread; use ep=1"),
@@ -158,10 +174,7 @@ def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
     ],
 )
 def test_words_that_cannot_serve_are_one_line(folder, requests, capsys, words, says):
-    with pytest.raises(SystemExit) as end:
-        main(["serve", str(folder), "--requests", str(requests), *words.split()])
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err
+    assert says in refused(capsys, ["serve", str(folder), "--requests", str(requests), *words.split()])
 
 
 def test_a_service_without_a_served_request_exits_with_1(folder, tmp_path, monkeypatch, capsys):
@@ -173,25 +186,6 @@ def test_a_service_without_a_served_request_exits_with_1(folder, tmp_path, monke
     assert end.value.code == 1
     assert capsys.readouterr().err.endswith("minipar: no request was served\n")
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_refused"] == 1
-
-
-def test_streamed_weights_are_served_with_the_same_texts(folder, requests, tmp_path):
-    for where in ("none", "disk"):
-        words = ["--out", str(tmp_path / where), "--offload", where, "--no-draw"]
-        main(["serve", str(folder), "--requests", str(requests), *words])
-    assert results_of(tmp_path / "none") == results_of(tmp_path / "disk")
-
-
-def test_weights_that_cannot_be_rounded_are_one_line(folder, requests, tmp_path, capsys):
-    words = ["--out", str(tmp_path / "out"), "--tp", "2", "--weight-bits", "4", "--weight-group", "16"]
-    with pytest.raises(SystemExit) as end:
-        main(["serve", str(folder), "--requests", str(requests), *words])
-    assert end.value.code == 2
-    assert "weight_group=16: a group of layers.0.attention.o crosses the cut" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main(["serve", str(folder), "--requests", str(requests), "--offload", "tape"])
-    assert end.value.code == 2
-    assert "offload='tape' is unknown; use none, cpu or disk" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -218,10 +212,6 @@ def test_when_a_rank_fails_what_was_finished_is_written(folder, requests, tmp_pa
     assert 0 not in results
 
 
-def serve_words(folder, requests, out, *words):
-    return ["serve", str(folder), "--requests", str(requests), "--out", str(out), "--no-draw", *words]
-
-
 def test_a_full_disk_is_one_line_and_what_was_written_stays(folder, requests, tmp_path, monkeypatch, capsys):
     class Full:
         """A disk with room for 1,000 bytes of results."""
@@ -246,10 +236,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(folder, requests, tm
         self._file = Full(self._file)
 
     monkeypatch.setattr(ResultsFile, "__init__", on_a_full_disk)
-    with pytest.raises(SystemExit) as end:
-        main(serve_words(folder, requests, tmp_path / "out"))
-    assert end.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = refused(capsys, serve_words(folder, requests, tmp_path / "out"))
     assert said == f"minipar: {tmp_path}/out/results.jsonl cannot be written: No space left on device"
     results = results_of(tmp_path / "out")  # no line is cut short
     assert {number: line["error"] for number, line in results.items() if "error" in line}.keys() >= {1, 2, 6}
@@ -259,9 +246,8 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(folder, requests, tm
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_disk_that_is_full_from_the_start_is_one_line(folder, requests, tmp_path, capsys):
     (tmp_path / "results.jsonl").symlink_to("/dev/full")
-    with pytest.raises(SystemExit):
-        main(serve_words(folder, requests, tmp_path))
-    assert "results.jsonl cannot be written: No space left on device" in capsys.readouterr().err
+    said = refused(capsys, serve_words(folder, requests, tmp_path))
+    assert "results.jsonl cannot be written: No space left on device" in said
 
 
 def test_after_an_interrupt_what_was_finished_is_there(folder, requests, tmp_path):
@@ -274,19 +260,9 @@ def test_after_an_interrupt_what_was_finished_is_there(folder, requests, tmp_pat
     assert written in (None, 0, 3, 5, 10, 11)
 
 
-def make_run(folder, vocab_size=256):
-    model = ModelConfig(vocab_size=vocab_size, dim=8, num_layers=1, num_heads=1, max_seq_len=48)
-    config = TrainConfig(
-        model=model, batch_size=2, seq_len=16, steps=1, verify_steps=0, trace_steps=0, warmup=0,
-        checkpoint_every=1, out=folder,
-    )  # fmt: skip
-    train(config)
-    return config.folder
-
-
 def test_no_draft_changes_a_text(folder, requests, tmp_path):
     texts = []
-    smaller = make_run(tmp_path / "smaller")
+    smaller = make_run(tmp_path / "smaller", **SMALLER)
     for i, words in enumerate(
         [[], ["--draft", "ngram"], ["--draft", "layers:1", "--tp", "2"], ["--draft", str(smaller)]]
     ):
@@ -298,41 +274,37 @@ def test_no_draft_changes_a_text(folder, requests, tmp_path):
 
 
 def test_a_draft_that_cannot_be_is_one_line(folder, requests, tmp_path, capsys):
-    other = make_run(tmp_path / "other", vocab_size=260)
+    other = make_run(tmp_path / "other", vocab_size=260, **SMALLER)
     for word, says in [
         ("layers:0", "draft='layers:0'; use layers:K with a whole number K of 1 or more"),
         ("layers:3", "draft='layers:3': the model has num_layers=2; use at most so many"),
         ("no/such/run", "draft='no/such/run' is no run with a whole checkpoint; use ngram, layers:K or"),
         (str(other), f"draft={other} has vocab_size=260, and {folder} has 256; use a run of the same vocab"),
     ]:
-        with pytest.raises(SystemExit) as end:
-            main(serve_words(folder, requests, tmp_path / "out", "--draft", word))
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("minipar: ")]
-        assert end.value.code == 2
-        assert says in line
+        assert says in refused(capsys, serve_words(folder, requests, tmp_path / "out", "--draft", word))
+
+
+def read(tmp_path, content: bytes):
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(content)
+    return read_requests(path, lambda text: list(text.encode()))
 
 
 def test_a_request_of_text_has_the_tokens_of_its_text(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    path.write_text('{"prompt": "ab", "max_new_tokens": 2, "end_tokens": [10], "top_k": 3}')
-    assert read_requests(path, lambda text: list(text.encode())) == [
-        Request((97, 98), 2, top_k=3, end_tokens=frozenset({10}))
-    ]
+    line = b'{"prompt": "ab", "max_new_tokens": 2, "end_tokens": [10], "top_k": 3}'
+    assert read(tmp_path, line) == [Request((97, 98), 2, top_k=3, end_tokens=frozenset({10}))]
 
 
 def test_a_line_ends_at_a_newline_alone_and_may_be_no_utf8(tmp_path):
-    path = tmp_path / "requests.jsonl"
     lines = [f'{{"prompt": "{text}", "max_new_tokens": 2}}' for text in ("a\u2028b", "c\x85d", "\u2029")]
     wrong = lines[0].encode().replace(b"a", b"\xff")
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n \n" + wrong + b"\n")
-    *right, error = read_requests(path, lambda text: list(text.encode()))
+    content = b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n \n" + wrong + b"\n"
+    *right, error = read(tmp_path, content)
     assert [bytes(request.prompt).decode() for request in right] == ["a\u2028b", "c\x85d", "\u2029"]
     assert error == "line 5: not UTF-8: invalid start byte at byte 12"
 
 
 def test_a_line_nested_too_deeply_is_an_error_of_its_own(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    path.write_text("[" * 100_000 + '\n{"prompt": [1], "max_new_tokens": 2}')
-    wrong, right = read_requests(path, lambda text: list(text.encode()))
+    wrong, right = read(tmp_path, b"[" * 100_000 + b'\n{"prompt": [1], "max_new_tokens": 2}')
     assert wrong == "line 1: its values are nested too deeply"
     assert right == Request((1,), 2)
