@@ -8,11 +8,6 @@ from minipar.inference.blocks import BlockMemory, BlockPool, blocks_for, cache_b
 from minipar.inference.prefix import PrefixCache, block_keys
 
 
-@given(st.integers(0, 100), st.integers(1, 9))
-def test_less_than_a_block_a_request_is_unused(num_tokens, block_size):
-    assert 0 <= blocks_for(num_tokens, block_size) * block_size - num_tokens < block_size
-
-
 def test_llama_2_7b_keeps_half_a_mebibyte_a_token():
     config = ModelConfig(vocab_size=32000, dim=4096, num_layers=32, num_heads=32, max_seq_len=4096)
     assert cache_bytes(config, 2048, 16, 2) == 2048 << 19

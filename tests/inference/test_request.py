@@ -95,13 +95,6 @@ def test_a_whole_number_of_any_size_is_a_temperature():
     assert distribution(torch.tensor([1.0, 2.0]), request).tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_the_smallest_temperature_takes_the_most_likely_token():
-    logits = torch.tensor([1.0, 3.0, -2.0])
-    for top_k in (None, 2):
-        request = Request((1,), 1, temperature=1e-320, top_k=top_k)
-        assert distribution(logits, request).tolist() == [0.0, 1.0, 0.0]
-
-
 def test_a_request_longer_than_the_model_is_refused():
     config = ModelConfig(vocab_size=5, dim=8, num_layers=1, num_heads=1, max_seq_len=6)
     check_request(Request((1, 4), 4), config)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.inference.blocks import BlockPool
-from minipar.inference.policy import POLICIES, FirstCome, MultiLevelFeedback, ShortestRemaining
-from minipar.inference.prefix import PrefixCache
+from minipar.inference.policy import FirstCome, MultiLevelFeedback, ShortestRemaining
 from minipar.inference.request import Request
 from minipar.inference.scheduler import Plan, Scheduler, Sequence
 
@@ -94,17 +93,6 @@ def test_a_prompt_of_better_rank_does_not_hold_up_a_decode():
     assert steps[:4] == [{0: 3}, {0: 1, 1: 4}, {0: 1, 1: 4}, {0: 1, 1: 2}]
 
 
-def test_requests_leave_and_enter_without_padding():
-    """Lengths 1, 8, 1, 8 by twos: static batches take 8 + 8 steps, almost half of their rows padding; here, 10 steps."""
-    lengths = (1, 8, 1, 8)
-    scheduler = Scheduler(BlockPool(100, 4), FirstCome(), token_budget=100, max_running=2)
-    _, steps = run(scheduler, jobs(*((0, length) for length in lengths)))
-    static_steps = max(lengths[:2]) + max(lengths[2:])
-    assert (static_steps, 2 * static_steps - sum(lengths)) == (16, 14)
-    assert len(steps) == 10
-    assert sum(sum(step.values()) for step in steps) == sum(lengths)
-
-
 def test_the_last_in_rank_loses_its_blocks_and_reads_its_text_again():
     requests = [Request((1,) * 4, 5), Request((2,) * 4, 3)]
     scheduler = Scheduler(BlockPool(3, 4), FirstCome(), token_budget=100, max_running=8)
@@ -116,27 +104,3 @@ def test_the_last_in_rank_loses_its_blocks_and_reads_its_text_again():
     finished, steps = run(scheduler, requests)
     assert steps == [{0: 4, 1: 4}, {0: 1}, {0: 1}, {0: 1}, {0: 1}, {1: 5}, {1: 1}]
     assert finished == [5, 7]
-
-
-@given(
-    policy=st.sampled_from(list(POLICIES)),
-    trace=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6
-    ),
-    block_size=st.integers(1, 4),
-    extra=st.integers(0, 4),
-    budget=st.integers(1, 9),
-    swap=st.booleans(),
-    prefixes=st.booleans(),
-)
-def test_whatever_the_blocks_every_request_gets_done(
-    policy, trace, block_size, extra, budget, swap, prefixes
-):
-    requests = [Request((1,) * prompt, new, arrival_s=arrival) for arrival, prompt, new in trace]
-    pool = BlockPool(-(-max(r.max_tokens - 1 for r in requests) // block_size) + extra, block_size)
-    prefix = PrefixCache(pool) if prefixes else None
-    scheduler = Scheduler(pool, POLICIES[policy](), budget, max_running=4, prefix=prefix, swap=swap)
-    finished, steps = run(scheduler, requests)
-    assert len(finished) == len(requests)
-    assert max(sum(step.values()) for step in steps) <= budget
-    assert pool.num_free == pool.num_blocks - (0 if prefix is None else len(prefix))

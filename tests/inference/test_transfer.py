@@ -1,7 +1,5 @@
 """A prompt read over one tp and decoded over another writes what one process writes."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,6 @@ from tests.model.texts import loud_model
 
 CONFIG = ModelConfig(vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32)
 PROMPT, TOKENS_AFTER = [3, 1, 4, 1, 5, 9, 2], [6, 5, 3]
-RIGHT = transfer.transfers
 
 
 @given(h_kv=st.sampled_from([1, 2, 4, 8]), p=st.sampled_from([1, 2, 4]), d=st.sampled_from([1, 2, 4]))
@@ -34,7 +31,7 @@ def test_a_tp_that_does_not_fit_the_heads_is_named():
         transfer.heads_of(0, 3, 2)
 
 
-def serve_apart(world, prefill_tp, plant=None):
+def serve_apart(world, prefill_tp):
     """On a rank: logits of the tokens after the prompt on the decode side, and the bytes of cache that it sent."""
     sides = range(prefill_tp), range(prefill_tp, world.size)
     side = world.subgroup(sides[world.rank >= prefill_tp], "side")
@@ -46,42 +43,19 @@ def serve_apart(world, prefill_tp, plant=None):
     if prefills:
         paged([Rows(PROMPT, 0, table)])
     world.traffic.reset()
-    plan, num_tokens, begin = (plant or as_it_is)(prefills)
-    with patch.object(transfer, "transfers", plan):
-        if prefills:
-            for message in transfer.send_cache(world, prefill_tp, paged, table, num_tokens):
-                message.wait()
-        else:
-            paged.load(table, transfer.recv_cache(world, prefill_tp, paged, num_tokens))
+    if prefills:
+        for message in transfer.send_cache(world, prefill_tp, paged, table, len(PROMPT)):
+            message.wait()
+    else:
+        paged.load(table, transfer.recv_cache(world, prefill_tp, paged, len(PROMPT)))
     sent = world.traffic.by_kind.get("send", 0)
-    return None if prefills else paged([Rows(TOKENS_AFTER, begin, table)]), sent
+    return None if prefills else paged([Rows(TOKENS_AFTER, len(PROMPT), table)]), sent
 
 
 def one_process():
     model = loud_model(CONFIG)
     with torch.no_grad():
         return model(torch.tensor([PROMPT + TOKENS_AFTER]))[0, len(PROMPT) :]
-
-
-def as_it_is(prefills):
-    return transfer.transfers, len(PROMPT), len(PROMPT)
-
-
-def permuted(prefill_tp, decode_tp, num_kv_heads):
-    right = RIGHT(prefill_tp, decode_tp, num_kv_heads)
-    return [t._replace(heads=other.heads) for t, other in zip(right, reversed(right))]
-
-
-def heads_permuted(prefills):
-    return permuted if prefills else RIGHT, len(PROMPT), len(PROMPT)
-
-
-def last_block_not_sent(prefills):
-    return RIGHT, len(PROMPT) - 1, len(PROMPT)
-
-
-def positions_off_by_one(prefills):
-    return RIGHT, len(PROMPT), len(PROMPT) + 1
 
 
 @pytest.mark.parametrize(
@@ -95,10 +69,3 @@ def test_a_sent_cache_gives_the_logits_of_one_process(prefill_tp, decode_tp):
     copies = max(1, decode_tp // CONFIG.num_kv_heads)
     token_bytes = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 8
     assert sum(sent for _, sent in ranks) == len(PROMPT) * token_bytes * copies
-
-
-@pytest.mark.parametrize("fault", [heads_permuted, last_block_not_sent, positions_off_by_one])
-def test_a_fault_in_the_transfer_changes_the_logits(fault):
-    prefill_tp, decode_tp = (1, 2)
-    *_, (logits, _) = minipar.run(serve_apart, prefill_tp, fault, world_size=prefill_tp + decode_tp)
-    assert not torch.allclose(logits, one_process(), rtol=1e-3)

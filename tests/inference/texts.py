@@ -1,12 +1,13 @@
 """Requests, and what each of them gets alone: one process, no cache, no batch, no blocks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.inference import ModelDraft, NGramDraft, Options
+from minipar.inference import ModelDraft, NGramDraft, Options, Result
 from minipar.inference.blocks import blocks_for
 from minipar.inference.policy import POLICIES
 from minipar.inference.request import Request, distribution
@@ -33,6 +34,18 @@ def alone(model, request: Request) -> list[int]:
             return text[len(request.prompt) :]
 
 
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def texts_alone(model, several: Sequence[Request]) -> list[list[int]]:
+    return [alone(model, request) for request in several]
+
+
+def tokens_of(results: Sequence[Result]) -> list[list[int]]:
+    return [result.tokens for result in results]
+
+
 BAD = 12
 
 
@@ -51,6 +64,10 @@ def outcome_alone(model, request: Request) -> tuple[list[int], bool]:
     tokens = alone(model, request)
     before = tokens.index(BAD) + 1 if BAD in tokens else len(tokens)
     return tokens[:before], before < len(tokens)
+
+
+def outcomes_alone(model, several: Sequence[Request]) -> list[tuple[list[int], bool]]:
+    return [outcome_alone(model, request) for request in several]
 
 
 # What a request may begin with: few, so that prefixes are shared, also by halves of blocks.
