@@ -9,22 +9,24 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.inference import Engine, NGramDraft, Options, Request, apart, transfer
+from minipar.inference import Engine, NGramDraft, Options, Request, apart
 from minipar.inference.apart import first_tokens, serve_apart, transfer_ends
 from minipar.inference.blocks import Pass
 from minipar.inference.events import Kind
 from minipar.inference.serve import step_line
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
+from tests.inference.test_engine import plant
 from tests.inference.texts import (
     BAD,
     LONGEST,
     PROMPTS,
-    alone,
     model_with_a_bad_token,
     options,
-    outcome_alone,
+    outcomes_alone,
     requests,
+    texts_alone,
+    tokens_of,
 )
 from tests.model.texts import loud_model
 
@@ -40,13 +42,12 @@ def per_token(num_tokens, measured_s):
     return 1.0 + num_tokens / 16
 
 
-def served(world, several, options, prefill_tp, plant=None):
-    with patch.object(*plant) if plant else patch.object(transfer, "transfers", transfer.transfers):
-        return serve_apart(world, load, several, options, prefill_tp, per_token, lambda tokens: tokens / 100)
+def served(world, several, options, prefill_tp):
+    return serve_apart(world, load, several, options, prefill_tp, per_token, lambda tokens: tokens / 100)
 
 
-def texts_on(sides, several, options, plant=None):
-    ranks = minipar.run(served, several, options, sides[0], plant, world_size=sum(sides))
+def texts_on(sides, several, options):
+    ranks = minipar.run(served, several, options, sides[0], world_size=sum(sides))
     assert all(of_rank == ranks[0] for of_rank in ranks), "every rank has the same outcome"
     return ranks[0]
 
@@ -61,8 +62,8 @@ def test_drawn_requests_get_their_texts(sides, several, options):
     if options.draft is not None and options.draft.vocab_size not in (None, CONFIG.vocab_size):
         options = replace(options, draft=NGramDraft(1))
     outcome = texts_on(sides, several, options)
-    want = [alone(loud_model(CONFIG), request) for request in several]
-    assert [result.tokens for result in outcome.results] == want
+    want = texts_alone(loud_model(CONFIG), several)
+    assert tokens_of(outcome.results) == want
 
 
 REQUESTS = [
@@ -72,15 +73,28 @@ REQUESTS = [
 TIGHT = Options(block_size=4, num_blocks=9, token_budget=9)
 
 
-def test_a_crowded_decode_side_preempts_and_names_a_bad_request():
-    outcome = texts_on((1, 2), [*REQUESTS, Request((1,) * (LONGEST - 1), 5)], TIGHT)
-    want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
-    assert [result.tokens for result in outcome.results] == [*want, []]
+def told(world):
+    """On a rank: the requests and results that it was told of, and the outcome."""
+    heard, several = [], [*REQUESTS, Request((1,) * (LONGEST - 1), 5)]
+    outcome = serve_apart(
+        world, load, several, TIGHT, 1, per_token, on_result=lambda n, result: heard.append((n, result))
+    )
+    return heard, outcome
+
+
+def test_a_crowded_decode_side_preempts_and_tells_each_end_at_once():
+    (prefill, outcome), (decode, same), (other, last) = minipar.run(told, world_size=3)
+    assert outcome == same == last
+    want = texts_alone(loud_model(CONFIG), REQUESTS)
+    assert tokens_of(outcome.results) == [*want, []]
     assert "exceed max_seq_len" in outcome.results[-1].error
     assert {event.kind for event in outcome.events} >= {Kind.PREEMPT, Kind.RESTORE, Kind.ARRIVE, Kind.FINISH}
     for number, text in enumerate(want):
         own = [event for event in outcome.events if event.number == number]
         assert sum(event.num_tokens for event in own if event.kind == Kind.WRITE) == len(text)
+    assert prefill == other == []
+    assert sorted(decode, key=lambda item: item[0]) == list(enumerate(outcome.results))
+    assert decode[0][0] == len(REQUESTS), "the refused one"
 
 
 def longest_gap(events, number):
@@ -102,7 +116,7 @@ def served_bad(world, several):
 
 def test_a_prompt_without_finite_logits_fails_alone_on_both_sides():
     several = [*REQUESTS[:3], Request((1, BAD), 4), Request((2, 3, 4, 5, 6, BAD), 9, arrival_s=1.0)]
-    want = [outcome_alone(model_with_a_bad_token(CONFIG), request) for request in several]
+    want = outcomes_alone(model_with_a_bad_token(CONFIG), several)
     ranks = minipar.run(served_bad, several, world_size=2)
     for results, told, failed in ranks:
         assert [(result.tokens, result.error is not None) for result in results] == want
@@ -115,9 +129,9 @@ def test_a_long_prompt_delays_nobody_who_writes():
     several = [Request(PROMPTS[0][:3], 12), Request(PROMPTS[1][:long], 4, arrival_s=4.0)]
     plain = Options(block_size=4, num_blocks=40, token_budget=100, prefix_cache=False)
     together = Engine(loud_model(CONFIG), plain, duration=per_token)
-    want = [result.tokens for result in together.run(several)]
+    want = tokens_of(together.run(several))
     outcome = texts_on((1, 1), several, plain)
-    assert [result.tokens for result in outcome.results] == want
+    assert tokens_of(outcome.results) == want
     assert longest_gap(together.events, 0) == per_token(long + 1, 0)  # a decode beside the whole prompt
     assert longest_gap(outcome.events, 0) <= per_token(2, 0) + 1e-9  # a decode beside the other one's decodes
 
@@ -140,9 +154,7 @@ def test_ties_in_time_are_served_in_the_prefill_sides_order():
     several = [Request(PROMPTS[i][: 7 - 3 * i], 4, arrival_s=1e20) for i in range(2)]
     narrow = replace(TIGHT, token_budget=5, policy="shortest-remaining")
     outcome = texts_on((1, 1), several, narrow)
-    assert [result.tokens for result in outcome.results] == [
-        alone(loud_model(CONFIG), request) for request in several
-    ]
+    assert tokens_of(outcome.results) == texts_alone(loud_model(CONFIG), several)
     assert [*first_tokens(several, narrow, per_token).items()] == [(1, 1e20), (0, 1e20)]
 
 
@@ -156,8 +168,8 @@ def unsent_at_most(world, most):
 
     several = [Request(PROMPTS[i % 3][: 3 + i % 4], 3) for i in range(8)]
     with patch.object(apart, "MAX_UNSENT", most), patch.object(apart.PrefillSide, "wait_for_sends", watched):
-        tokens = [result.tokens for result in served(world, several, Options(), 1).results]
-    return seen, tokens == [alone(loud_model(CONFIG), request) for request in several]
+        tokens = tokens_of(served(world, several, Options(), 1).results)
+    return seen, tokens == texts_alone(loud_model(CONFIG), several)
 
 
 def test_a_prefill_rank_keeps_few_caches_that_nobody_has_received():
@@ -167,57 +179,32 @@ def test_a_prefill_rank_keeps_few_caches_that_nobody_has_received():
     assert [kept for kept, _ in seen] == [1] + [2] * 7 + [0]
 
 
-def test_finished_and_refused_requests_are_told_at_once():
-    def told(world):
-        heard, several = [], [*REQUESTS, Request((1,) * (LONGEST - 1), 5)]
-        outcome = serve_apart(
-            world, load, several, TIGHT, 1, per_token, on_result=lambda n, result: heard.append((n, result))
-        )
-        return heard, outcome.results
-
-    (prefill, _), (decode, results), (other, _) = minipar.run(told, world_size=3)
-    assert prefill == other == []
-    assert sorted(decode, key=lambda item: item[0]) == list(enumerate(results))
-    assert decode[0][0] == len(REQUESTS)
-    assert "max_seq_len" in decode[0][1].error
-
-
-def permuted(prefill_tp, decode_tp, num_kv_heads, right=transfer.transfers):
-    found = right(prefill_tp, decode_tp, num_kv_heads)
-    return [t._replace(heads=other.heads) for t, other in zip(found, reversed(found))]
-
-
-def one_token_less(comm, prefill_tp, paged, num_tokens, right=transfer.recv_cache):
-    blocks = right(comm, prefill_tp, paged, num_tokens)
-    for (layer,) in blocks:
-        layer.flatten(1, 2)[:, num_tokens - 1] = 0
-    return blocks
-
-
-def one_place_later(*arguments, right=Pass.of):
-    found = right(*arguments)
-    return found._replace(positions=found.positions + 1)
-
-
 FAULTS = {
-    "heads permuted": (transfer, "transfers", permuted),  # on the prefill side, so that the two sides differ
-    "last token not sent": (apart, "recv_cache", one_token_less),
-    "positions off by one": (Pass, "of", one_place_later),  # on the decode side
-}
+    "heads permuted": (
+        apart, "send_cache", "slice(heads.start - here.start, heads.stop - here.start)",
+        "slice(here.stop - heads.stop, here.stop - heads.start)",
+    ),
+    "last token not sent": (
+        apart, "recv_cache", ":num_tokens, local] = comm.recv(shape, data.dtype, source)",
+        ": num_tokens - 1, local] = comm.recv(shape, data.dtype, source)[:, :, :-1]",
+    ),
+    "positions off by one": (Pass, "of", "], t, share", "], t + 1, share"),
+}  # fmt: skip
 
 
-def planted(world, fault):
-    owner, name, wrong = FAULTS[fault]
-    here = (world.rank == 0) == (fault == "heads permuted")
-    return served(world, REQUESTS, TIGHT, 1, (owner, name, wrong if here else getattr(owner, name)))
+def served_with(world, fault):
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "heads permuted" or world.rank > 0:  # on both sides alike, positions may be off
+            plant(patch, *FAULTS[fault])
+        return served(world, REQUESTS, TIGHT, 1)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_changes_a_text(fault):
-    outcome = minipar.run(planted, fault, world_size=3)[0]
-    want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
-    assert [result.tokens for result in outcome.results] != want
+    outcome = minipar.run(served_with, fault, world_size=3)[0]
+    want = texts_alone(loud_model(CONFIG), REQUESTS)
+    assert tokens_of(outcome.results) != want
 
 
 def durations(world):

@@ -1,7 +1,6 @@
 """Expert parallelism in serving: texts of one process, bytes of both ways, and an expert's share left out."""
 
 from contextlib import ExitStack
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,13 +10,15 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.expert import expert_parallel
 from minipar.inference import Engine, Options, Request, expert_shares
-from minipar.inference.blocks import BlockPool, Rows
+from minipar.inference.blocks import BlockPool
 from minipar.inference.expert_shares import OwnShare, check_expert_parallel
 from minipar.inference.paged_model import PagedModel
 from minipar.inference.split_keys import gather_logits
 from minipar.mesh import Mesh
 from minipar.model.moe import MoE, moe_layers
 from minipar.support.errors import RankError
+from tests.inference.meshes import read_in_pieces
+from tests.inference.test_engine import plant
 from tests.inference.texts import PROMPTS
 from tests.model.texts import loud_model
 from tests.strategies import assert_equal_to
@@ -30,14 +31,14 @@ CONFIG = ModelConfig(
 PIECES = [9, 1, 2, 1]
 
 
-def read_on(world, sizes, plant=None):
+def read_on(world, sizes, fault=None):
     """On a rank: read a text in pieces.
 
     Return the logits, on the first cp rank; bytes over ep by kind; choices of experts elsewhere; elements of the experts.
     """
     with ExitStack() as stack:
-        for patch in plant() if plant else ():
-            stack.enter_context(patch)
+        if fault:
+            plant(stack.enter_context(pytest.MonkeyPatch.context()), *FAULTS[fault])
         mesh = Mesh(world, **sizes)
         ep, cp, model = mesh.comm("ep"), mesh.comm("cp"), loud_model(CONFIG)
         expert_parallel(model, ep)
@@ -49,26 +50,17 @@ def read_on(world, sizes, plant=None):
             return routing
 
         stack.enter_context(mock.patch.object(MoE, "route", note))
-        pool = BlockPool(8, 4)
-        paged, table, read, logits = (
-            PagedModel(model, pool, mesh=mesh),
-            [pool.allocate() for _ in range(4)],
-            0,
-            [],
-        )
-        for count in PIECES:
-            rows = [Rows(PROMPTS[0][read : read + count], read, table, num_chosen=count)]
-            own = paged(rows)
+        paged, logits = PagedModel(model, BlockPool(8, 4), mesh=mesh), []
+        for rows, own in read_in_pieces(paged, [[count] for count in PIECES]):
             logits.append(own if cp.size == 1 else gather_logits(cp, rows, own))
-            read += count
         held = sum(p.numel() for _, moe in moe_layers(model) for p in moe.experts.parameters())
         whole = None if logits[0] is None else torch.cat(logits)
         return whole, dict(ep.traffic.by_kind), sum(elsewhere), held
 
 
-def read_and_compare(sizes, plant=None):
+def read_and_compare(sizes, fault=None):
     world_size = sizes.get("dp", 1) * sizes.get("cp", 1)
-    ranks = minipar.run(read_on, sizes, plant, world_size=world_size)
+    ranks = minipar.run(read_on, sizes, fault, world_size=world_size)
     with torch.no_grad():
         want = loud_model(CONFIG)(torch.tensor([PROMPTS[0][: sum(PIECES)]]))[0]
     for logits, *_ in ranks:
@@ -99,47 +91,29 @@ def test_ranks_send_a_row_there_and_back_for_each_expert_choice(sizes):
         assert sum(sent[kind] for _, sent, *_ in ranks) == want
 
 
-def one_ranks_share_left_out():
-    through = OwnShare.through
-
-    def without(self, experts):
-        if self.ep.rank == 1:
-            self.weight = torch.zeros_like(self.weight)
-        return through(self, experts)
-
-    return [mock.patch.object(OwnShare, "through", without)]
-
-
-def an_expert_left_out():
-    def without_first(plan, first, num_experts, own_plan=expert_shares.own_plan):
-        own = own_plan(plan, first, num_experts)
-        return own._replace(row=own.row.masked_fill(own.row < own.counts[0], -1))
-
-    return [mock.patch.object(expert_shares, "own_plan", without_first)]
-
-
-def experts_of_another_rank():
-    def of_first(plan, first, num_experts, own_plan=expert_shares.own_plan):
-        return own_plan(plan, 0, num_experts)
-
-    return [mock.patch.object(expert_shares, "own_plan", of_first)]
+SUM = "self.ep.all_reduce(share)"
+FAULTS = {
+    "one rank's share left out": (
+        OwnShare,
+        "through",
+        SUM,
+        "self.ep.all_reduce(share * (self.ep.rank != 1))",
+    ),
+    "an expert left out": (
+        expert_shares,
+        "own_plan",
+        "(~is_own,",
+        "(~is_own | (plan.row < begin + counts[0]),",
+    ),
+    "experts of another rank": (OwnShare, "__init__", "ep.rank * own, own", "0, own"),
+    "shares not summed": (OwnShare, "through", SUM, "share"),
+}
 
 
-def shares_not_summed():
-    def through(self, experts, plain=OwnShare.through):
-        self.ep = SimpleNamespace(all_reduce=lambda share: share)
-        return plain(self, experts)
-
-    return [mock.patch.object(OwnShare, "through", through)]
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [one_ranks_share_left_out, an_expert_left_out, experts_of_another_rank, shares_not_summed],
-)
-def test_a_planted_fault_is_seen(plant):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
     with pytest.raises(AssertionError, match=r"max\|a - b\| ="):
-        read_and_compare(dict(dp=2, ep=2), plant)
+        read_and_compare(dict(dp=2, ep=2), fault)
 
 
 @pytest.mark.parametrize(

@@ -21,23 +21,18 @@ from minipar.inference.quantized_weights import (
     unpacked,
     weight_element_bits,
 )
-from minipar.mesh import Mesh, placement_of
+from minipar.mesh import placement_of
 from minipar.model import Transformer
-from minipar.pipeline import partition
-from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
-from tests.inference.test_engine import LONGEST, crowd, options, plant, serve_and_compare
-from tests.inference.texts import alone, requests
+from tests.inference.meshes import cut
+from tests.inference.test_engine import LONGEST, options, plant, serve_and_compare
+from tests.inference.texts import drawn, requests
 from tests.inference.trained import divergence, held_out_logits, held_out_loss, trained_model
 from tests.model.texts import ROUTED_ALONE, configs, loud_model
 from tests.strategies import seeds
 
 DENSE = ModelConfig(vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32)
 ROUTED = replace(DENSE, num_experts=2, moe_every=1, top_k=1, capacity_factor=None, shared_dim=8)
-
-
-def drawn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def require_half_a_step(w, back, scales, group):
@@ -101,13 +96,6 @@ def test_rounded_weights_are_those_of_every_dtype(dtype):
         assert torch.equal(getattr(module, own), codes.to(dtype))
 
 
-def cut(world, config, sizes):
-    """On a rank: its stage."""
-    mesh = Mesh(world, **sizes)
-    stage = partition(loud_model(config), sizes["pp"])[mesh.coordinates.pp]
-    return mesh, tensor_parallel(stage, mesh.comm("tp"))
-
-
 def codes_of(model):
     found = {}
     for name, module, own in matrices(model):
@@ -117,7 +105,7 @@ def codes_of(model):
 
 
 def rounded_on(world, config, sizes, how, fault):
-    mesh, stage = cut(world, config, sizes)
+    mesh, stage = cut(world, loud_model(config), sizes)
     placements = {name: placement_of(getattr(module, own)) for name, module, own in matrices(stage)}
     with pytest.MonkeyPatch.context() as patch:
         if fault:
@@ -162,7 +150,7 @@ def test_a_planted_fault_is_seen_in_the_shards(fault):
 
 
 def crosses(world, sizes):
-    mesh, stage = cut(world, DENSE, sizes)
+    mesh, stage = cut(world, loud_model(DENSE), sizes)
     with pytest.raises(ValueError) as refused:
         quantize_weights(stage, 4, 16, mesh.comm("tp"))
     return str(refused.value)
@@ -184,23 +172,6 @@ def test_a_group_that_crosses_the_cut_is_refused():
         check_quantized_weights(DENSE, 4, 64)
     with pytest.raises(ValueError, match="weight_bits=5; use 8 or 4"):
         check_quantized_weights(DENSE, 5, 64)
-
-
-def serve_on(world, sizes, how):
-    mesh, stage = cut(world, DENSE, sizes)
-    several, options = crowd()
-    options = replace(options, weight_bits=how[0], weight_group=how[1])
-    return [result.tokens for result in Engine(stage, options, mesh).run(several)]
-
-
-@pytest.mark.parametrize("how", [(8, 64), (4, 4)], ids=["8 bits", "4 bits"])
-@pytest.mark.parametrize("sizes", [dict(tp=2, pp=1), dict(tp=2, pp=2), dict(tp=4, pp=1)])
-@pytest.mark.sampled(6)
-def test_every_mesh_writes_the_text_of_one_process(sizes, how):
-    model = quantize_weights(loud_model(DENSE), *how)
-    want = [alone(model, request) for request in crowd()[0]]
-    ranks = minipar.run(serve_on, sizes, how, world_size=sizes["tp"] * sizes["pp"])
-    assert ranks == [want] * len(ranks)
 
 
 def test_a_model_is_rounded_once():

@@ -13,10 +13,9 @@ from minipar.inference.engine import Result, as_measured, one_second
 from minipar.inference.events import Kind
 from minipar.inference.rotation import StageClock, share, utilisation
 from minipar.inference.static import in_steps
-from minipar.mesh import Mesh
-from minipar.pipeline import partition
 from tests.examples import examples
-from tests.inference.texts import LONGEST, PROMPTS, VOCAB, alone, options, requests
+from tests.inference.meshes import cut
+from tests.inference.texts import LONGEST, PROMPTS, VOCAB, alone, options, requests, texts_alone, tokens_of
 from tests.model.texts import loud_model
 
 TINY = ModelConfig(vocab_size=VOCAB, dim=8, num_layers=1, num_heads=2, max_seq_len=LONGEST)
@@ -35,7 +34,7 @@ def serve(several, options, num_groups):
     for num_steps, _ in enumerate(engine.iterate(several, results)):
         assert sum(s.is_under_way for s in engine.scheduler.sequences) <= options.max_running
         assert num_steps < 10_000, "requests go round for ever"
-    return engine, [result.tokens for result in results]
+    return engine, tokens_of(results)
 
 
 @given(
@@ -46,13 +45,13 @@ def serve(several, options, num_groups):
 @examples(25)
 def test_groups_change_no_text_and_leak_no_block(several, options, num_groups):
     engine, texts = serve(several, options, num_groups)
-    assert texts == [alone(MODEL, request) for request in several]
+    assert texts == texts_alone(MODEL, several)
     kept = 0 if engine.prefix is None else len(engine.prefix)
     assert engine.pool.num_free + kept == options.num_blocks
 
 
 def test_a_request_in_two_steps_or_tokens_swapped_are_seen(monkeypatch):
-    want, plain = [alone(MODEL, request) for request in CROWD], Options(block_size=4, num_blocks=40)
+    want, plain = texts_alone(MODEL, CROWD), Options(block_size=4, num_blocks=40)
     assert serve(CROWD, plain, 3)[1] == want
 
     with monkeypatch.context() as patch:
@@ -78,15 +77,14 @@ def test_a_request_in_two_steps_or_tokens_swapped_are_seen(monkeypatch):
 
 def serve_on(world, several):
     """On a stage of pp: (texts, log) with one group, and with one for each stage."""
-    mesh, outcomes = Mesh(world, pp=world.size), []
-    stage = partition(loud_model(DEEP), world.size)[mesh.coordinates.pp]
+    (mesh, stage), outcomes = cut(world, loud_model(DEEP), dict(pp=world.size)), []
     for num_groups in (1, world.size):
         engine = Engine(stage, Options(block_size=4, num_blocks=14, prefix_cache=False), mesh)
         engine.scheduler.num_groups = num_groups
         stopped = engine.iterate(several, [Result() for _ in several])
         next(stopped)
         stopped.close()
-        texts = [result.tokens for result in engine.run(several)]
+        texts = tokens_of(engine.run(several))
         outcomes.append((texts, engine.events, engine.steps, engine.pool.num_free))
     return outcomes
 
@@ -96,7 +94,7 @@ def serve_on(world, several):
 def test_four_stages_compute_as_long_as_the_formula_says(num_requests):
     several = [Request(PROMPTS[i % 3][: 3 + i], 6, temperature=8.0, seed=i) for i in range(num_requests)]
     ranks = minipar.run(serve_on, several, world_size=4)
-    want = [alone(loud_model(DEEP), request) for request in several]
+    want = texts_alone(loud_model(DEEP), several)
     for outcomes in ranks:
         for num_groups, (texts, events, steps, num_free) in zip((1, num_requests), outcomes):
             assert texts == want

@@ -1,9 +1,5 @@
 """Context parallelism of the cache: the logits of one process, the bytes of the formulas, and the faults people make."""
 
-from contextlib import ExitStack
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,14 +7,15 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.context.attention_ring import Ring
+from minipar.context import attention_ring
 from minipar.inference import split_keys
-from minipar.inference.blocks import BlockPool, Pass, Rows, Share, blocks_for
+from minipar.inference.blocks import BlockPool, Pass, Rows, Share
 from minipar.inference.paged_model import PagedModel
 from minipar.inference.split_keys import SplitCore, goes_by_ring, ring_elems, split_keys_elems
 from minipar.mesh import Mesh
-from minipar.support.errors import RankError
 from tests.examples import examples
+from tests.inference.meshes import read_in_pieces
+from tests.inference.test_engine import plant
 from tests.inference.texts import PROMPTS
 from tests.model.texts import loud_model
 from tests.strategies import assert_equal_to
@@ -34,33 +31,24 @@ def config_of(num_heads=4, num_kv_heads=2) -> ModelConfig:
     )  # fmt: skip
 
 
-def read_on(world, config, passes, dtype=torch.float64, plant=None):
+def read_on(world, config, passes, dtype=torch.float64, fault=None):
     """On a rank: read texts in pieces. Return of each pass all its logits, on the first rank, and the bytes sent by kind.
 
     passes  for each pass, how many tokens it reads of each text
     """
-    with ExitStack() as stack:
-        for patch in plant() if plant else ():
-            stack.enter_context(patch)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            plant(patch, *FAULTS[fault])
         mesh, model = Mesh(world, cp=world.size), loud_model(config).to(dtype)
-        cp, pool = mesh.comm("cp"), BlockPool(20, BLOCK)
-        paged = PagedModel(model, pool, mesh=mesh)
-        tables, read, outcomes = [[] for _ in PROMPTS], [0] * len(PROMPTS), []
-        for counts in passes:
-            rows = []
-            for i, count in enumerate(counts):
-                tokens = PROMPTS[i][read[i] : read[i] + count]
-                read[i] += count
-                missing = blocks_for(read[i], BLOCK) - len(tables[i])
-                tables[i] += [pool.allocate() for _ in range(missing)]
-                if count:
-                    rows.append(Rows(tokens, read[i] - count, tables[i], num_chosen=count))
-            cp.traffic.reset()
-            own = paged(rows)
+        cp, outcomes = mesh.comm("cp"), []
+        paged = PagedModel(model, BlockPool(20, BLOCK), mesh=mesh)
+        cp.traffic.reset()
+        for rows, own in read_in_pieces(paged, passes):
             attention = dict(cp.traffic.by_kind)
             logits = split_keys.gather_logits(cp, rows, own)
             chosen = cp.traffic.by_kind.get("send", 0)
             outcomes.append((logits, attention, chosen))
+            cp.traffic.reset()
         return outcomes, sum(memory.nbytes for memory in paged.memories)
 
 
@@ -110,16 +98,6 @@ def test_every_piece_has_the_logits_of_one_process_and_its_bytes(cp, heads, pass
         assert sum(outcomes[i][2] for outcomes, _ in ranks) == elsewhere * VOCAB * 8
 
 
-def test_a_decode_step_sends_h_times_d_plus_1_a_token_and_layer():
-    passes = [[30, 20, 13], [1, 1, 1]]
-    ranks = minipar.run(read_on, config_of(), passes, world_size=2)
-    sent = [outcomes[1][1] for outcomes, _ in ranks]
-    h, d, tokens = 4, 4, 3
-    assert sum(s["all_to_all"] for s in sent) == tokens * LAYERS * h * (d + 1) * 8
-    assert sum(s["all_gather"] for s in sent) == tokens * LAYERS * h * d * 8
-    assert not any("ring_attention" in s for s in sent)
-
-
 def test_the_ranks_share_one_cache():
     for cp in (2, 4):
         ranks = minipar.run(read_on, config_of(), [[3]], world_size=cp)
@@ -157,108 +135,40 @@ def test_a_piece_goes_the_way_that_sends_less(T, before, cp, kv):
     assert not goes_by_ring(Rows([0], before, []), cp, 8, kv, 16), "a decode's message does not grow"
 
 
-def without_log_sum_exp_weights():
-    """As if every rank's keys weighed the same."""
-
-    def average(out, lse, part_out, part_lse):
-        out.copy_(part_out if lse.isinf().all() else (out + part_out) / 2)
-        lse.copy_(torch.logaddexp(lse, part_lse))
-
-    return [mock.patch.object(split_keys, "merge_", average)]
-
-
-def a_neighbours_part_merged_twice():
-    merge = split_keys.merge_
-
-    def twice(out, lse, part_out, part_lse):
-        if not lse.isinf().all():
-            merge(out, lse, part_out, part_lse)
-        merge(out, lse, part_out, part_lse)
-
-    return [mock.patch.object(split_keys, "merge_", twice)]
-
-
-def a_neighbours_keys_read_twice_in_the_ring():
-    """The last block of a ring is the neighbour's again, which the mask takes for another rank's."""
-    attend, shift, came = Ring.attend, Ring.start_shift, []
-
-    def attend_anew(self, q, k, v):
-        came.clear()
-        return attend(self, q, k, v)
-
-    def start_shift(self, x, kind="ring_attention"):
-        came.append(shift(self, x, kind).wait())
-        return SimpleNamespace(wait=lambda: came[0])
-
-    return [
-        mock.patch.object(Ring, "attend", attend_anew),
-        mock.patch.object(Ring, "start_shift", start_shift),
-    ]
+MERGE = "merge_(out, lse, part[:, :, None, :-1], part[..., -1:])"
+KEYS = "self.memory.read(self.of_pass.tables[i], num_tokens)"
+FAULTS = {
+    "every rank's keys weigh the same": (
+        SplitCore, "_by_split_keys", MERGE, "out.add_(part[:, :, None, :-1] / self.cp.size)",
+    ),
+    "a neighbour's part merged twice": (
+        SplitCore, "_by_split_keys", "in mine.unflatten(0, (self.cp.size, n))",
+        "in [*mine.unflatten(0, (self.cp.size, n)), mine[:n]]",
+    ),
+    "a neighbour's keys read twice in the ring": (
+        attention_ring._RingAttention, "forward", "kv.new_empty(0) if arriving is None else arriving.wait()",
+        "[arriving and arriving.wait(), kv][1] if step else arriving.wait()",
+    ),
+    "the newest key not seen": (
+        SplitCore, "_own_keys", f"return {KEYS}",
+        f"return tuple(x.index_fill(2, torch.tensor([num_tokens - 1]), 0) for x in {KEYS})",
+    ),
+    "positions of this rank's tokens alone": (Pass, "of", "], t, share", "], t // share.size, share"),
+    "masked as if a rank had consecutive tokens": (
+        SplitCore, "_run", "TokenRun(tokens.start,", "TokenRun(begin + rank * len(tokens),",
+    ),
+}  # fmt: skip
 
 
-def the_newest_key_is_not_seen():
-    own_keys = SplitCore._own_keys
-
-    def too_few(self, i):
-        keys, values = own_keys(self, i)
-        keys = keys.clone()
-        keys[:, :, -1:] = 0
-        return keys, values
-
-    return [mock.patch.object(SplitCore, "_own_keys", too_few)]
-
-
-def positions_count_only_this_ranks_tokens():
-    plain = Pass.of.__func__
-
-    def of(cls, requests, block_size, device, share):
-        made = plain(cls, requests, block_size, device, share)
-        return made._replace(positions=made.positions // share.size)
-
-    return [mock.patch.object(Pass, "of", classmethod(of))]
-
-
-def masked_as_if_a_rank_had_consecutive_tokens():
-    run = SplitCore._run
-
-    def consecutive(self, rank, begin, end):
-        made = run(self, rank, begin, end)
-        return made._replace(start=begin + rank * made.length)
-
-    return [mock.patch.object(SplitCore, "_run", consecutive)]
-
-
-FAULTS = [
-    without_log_sum_exp_weights,
-    a_neighbours_part_merged_twice,
-    a_neighbours_keys_read_twice_in_the_ring,
-    the_newest_key_is_not_seen,
-    positions_count_only_this_ranks_tokens,
-    masked_as_if_a_rank_had_consecutive_tokens,
-]
-
-
-def read_and_compare(plant=None):
+def read_and_compare(fault=None):
     passes = [[14, 9], [3, 1], [1, 1]]
-    ranks = minipar.run(read_on, config_of(), passes, torch.float64, plant, world_size=3)
+    ranks = minipar.run(read_on, config_of(), passes, torch.float64, fault, world_size=3)
     for (logits, _, _), want in zip(ranks[0][0], one_process(config_of(), passes)):
         assert_equal_to(logits, want)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("plant", FAULTS)
-def test_a_planted_fault_is_seen(plant):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
     with pytest.raises(AssertionError, match=r"max\|a - b\| ="):
-        read_and_compare(plant)
-
-
-def test_without_a_fault_the_same_pieces_are_equal():
-    read_and_compare()
-
-
-def test_blocks_that_cp_does_not_divide_are_refused():
-    def make(world):
-        PagedModel(loud_model(config_of()), BlockPool(4, 5), mesh=Mesh(world, cp=2))
-
-    with pytest.raises(RankError, match="cp=2 does not divide block_size=5; use 1 or 5"):
-        minipar.run(make, world_size=2)
+        read_and_compare(fault)

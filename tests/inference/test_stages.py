@@ -8,22 +8,21 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.expert import expert_parallel
 from minipar.inference import Engine, ModelDraft, NGramDraft, Options, Request
 from minipar.inference.events import Kind
-from minipar.mesh import Mesh
-from minipar.pipeline import partition
-from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
+from tests.inference.meshes import cut
+from tests.inference.test_engine import crowd
 from tests.inference.texts import (
     BAD,
     LONGEST,
     PROMPTS,
-    alone,
     model_with_a_bad_token,
     options,
-    outcome_alone,
+    outcomes_alone,
     requests,
+    texts_alone,
+    tokens_of,
 )
 from tests.model.texts import configs, loud_model
 from tests.strategies import num_ranks
@@ -46,24 +45,17 @@ def mesh_of(pp=1, dp=1, cp=1, tp=1, ep=1) -> dict[str, int]:
     return dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
 
-def load(mesh, config):
-    """This rank's stage, cut over tp and ep."""
-    stage = partition(loud_model(config), mesh.sizes["pp"])[mesh.coordinates.pp]
-    tensor_parallel(stage, mesh.comm("tp"))
-    return stage if mesh.sizes["ep"] == 1 else expert_parallel(stage, mesh.comm("ep"))
-
-
 def serve_on(world, sizes):
     """On a rank: results with each of the options, preemptions, and the bytes of this rank's cache."""
-    mesh = Mesh(world, **sizes)
-    stage, outcomes, held, sent = load(mesh, CONFIG), [], 0, []
+    mesh, stage = cut(world, loud_model(CONFIG), sizes)
+    outcomes, held, sent = [], 0, []
     for own in OPTIONS:
         engine = Engine(stage, Options(block_size=4, num_blocks=8, token_budget=9, **own), mesh)
         pp, ranks = engine.stages.pp, engine.stages.ranks
         pp.traffic.reset()
         ranks.traffic.reset()
         results = engine.run(REQUESTS)
-        outcomes.append(([r.tokens for r in results], results[-1].error, engine.events))
+        outcomes.append((tokens_of(results), results[-1].error, engine.events))
         held = sum(memory.nbytes for memory in engine.paged.memories)
         writes = sum(event.kind == Kind.WRITE for event in engine.events)
         told = 8 * writes * (engine.options.num_drafts + 1) + 8 * len(engine.steps)
@@ -87,7 +79,7 @@ MESHES = [
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.thorough
 def test_every_mesh_serves_the_texts_of_requests_alone(sizes):
-    want = [alone(loud_model(CONFIG), request) for request in REQUESTS[:-1]]
+    want = texts_alone(loud_model(CONFIG), REQUESTS[:-1])
     world_size = num_ranks(sizes)
     ranks = minipar.run(serve_on, sizes, world_size=world_size)
     whole_bytes = 8 * 4 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 8
@@ -110,36 +102,55 @@ def test_every_mesh_serves_the_texts_of_requests_alone(sizes):
 
 def serve_drawn(world, sizes, config, requests, options):
     """On a rank: the texts, and the blocks that are free afterwards but for those of the prefix cache."""
-    mesh = Mesh(world, **sizes)
-    engine = Engine(load(mesh, config), options, mesh)
+    mesh, stage = cut(world, loud_model(config), sizes)
+    engine = Engine(stage, options, mesh)
     results = engine.run(requests)
     kept = 0 if engine.prefix is None else len(engine.prefix)
-    return [r.tokens for r in results], engine.pool.num_free + kept
+    return tokens_of(results), engine.pool.num_free + kept
+
+
+CHANGES = [
+    dict(cache_bits=4, cache_group=4),
+    dict(weight_bits=8),
+    dict(weight_bits=4, weight_group=4),
+    dict(offload="disk"),
+]
+
+
+def crowd_on(world, sizes, changes):
+    mesh, stage = cut(world, loud_model(CONFIG), sizes)
+    several, options = crowd()
+    return Engine(stage, replace(options, **changes), mesh).run(several)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("sizes", [mesh_of(tp=2), mesh_of(tp=2, pp=2), mesh_of(tp=4)], ids=str)
+@pytest.mark.sampled(6)
+def test_rounded_and_streamed_texts_are_those_of_one_process(sizes, changes):
+    several, options = crowd()
+    rounding = {name: value for name, value in changes.items() if name != "offload"}
+    want = Engine(loud_model(CONFIG), replace(options, **rounding)).run(several)
+    ranks = minipar.run(crowd_on, sizes, changes, world_size=num_ranks(sizes))
+    assert ranks == [want] * len(ranks)
+
+
+WITH_EXPERTS = [
+    mesh_of(dp=2, ep=2),
+    mesh_of(dp=4, ep=4),
+    mesh_of(dp=2, ep=2, tp=2),
+    mesh_of(dp=2, ep=2, pp=2),
+    mesh_of(cp=2, ep=2),
+    mesh_of(cp=4, ep=2),
+    mesh_of(cp=4, ep=4),
+    mesh_of(cp=2, ep=2, tp=2),
+    mesh_of(cp=2, ep=2, pp=2),
+]
 
 
 @st.composite
 def meshes(draw):
     """A mesh of at most eight ranks, and a model and options for it. Experts lie on cp ranks, or on ranks of their own."""
-    sizes = draw(
-        st.sampled_from(
-            [
-                mesh_of(cp=2),
-                mesh_of(cp=3),
-                mesh_of(cp=4),
-                mesh_of(cp=2, tp=2),
-                mesh_of(cp=2, pp=2),
-                mesh_of(dp=2, ep=2),
-                mesh_of(dp=4, ep=4),
-                mesh_of(dp=2, ep=2, tp=2),
-                mesh_of(dp=2, ep=2, pp=2),
-                mesh_of(cp=2, ep=2),
-                mesh_of(cp=4, ep=2),
-                mesh_of(cp=4, ep=4),
-                mesh_of(cp=2, ep=2, tp=2),
-                mesh_of(cp=2, ep=2, pp=2),
-            ]
-        )
-    )
+    sizes = draw(st.sampled_from([*MESHES[4:], mesh_of(cp=3), *WITH_EXPERTS]))
     experts = (EXPERTS,) if sizes["ep"] > 1 else ({}, EXPERTS)
     config = draw(
         configs(experts=experts, max_seq_len=LONGEST).filter(
@@ -157,7 +168,7 @@ def test_drawn_requests_get_their_texts_on_any_ranks(drawn, several):
     sizes, config, options = drawn
     if options.draft is not None and options.draft.vocab_size not in (None, config.vocab_size):
         options = replace(options, draft=NGramDraft(1))
-    want = [alone(loud_model(config), request) for request in several]
+    want = texts_alone(loud_model(config), several)
     for texts, num_free in minipar.run(
         serve_drawn, sizes, config, several, options, world_size=num_ranks(sizes)
     ):
@@ -167,7 +178,7 @@ def test_drawn_requests_get_their_texts_on_any_ranks(drawn, several):
 
 def test_one_by_one_a_text_does_not_depend_on_the_ranks_it_lies_on():
     plain = Options(block_size=4, num_blocks=8, token_budget=9, one_by_one=True)
-    want = [alone(loud_model(CONFIG), request) for request in REQUESTS[:4]]
+    want = texts_alone(loud_model(CONFIG), REQUESTS[:4])
     for texts, _ in minipar.run(serve_drawn, mesh_of(cp=2), CONFIG, REQUESTS[:4], plain, world_size=2):
         assert texts == want
 
@@ -179,35 +190,15 @@ def serve_with_a_bad_token(world, every_sizes):
     """On a rank: the outcomes on each of these meshes of the same ranks."""
     outcomes = []
     for sizes in every_sizes:
-        mesh = Mesh(world, **sizes)
-        stage = partition(model_with_a_bad_token(CONFIG), sizes["pp"])[mesh.coordinates.pp]
-        engine = Engine(
-            tensor_parallel(stage, mesh.comm("tp")), Options(block_size=4, draft=NGramDraft(1)), mesh
-        )
+        mesh, stage = cut(world, model_with_a_bad_token(CONFIG), sizes)
+        engine = Engine(stage, Options(block_size=4, draft=NGramDraft(1)), mesh)
         outcomes.append([(result.tokens, result.error is not None) for result in engine.run(SOUR)])
     return outcomes
 
 
 def test_on_a_mesh_a_request_without_finite_logits_fails_alone():
-    want = [outcome_alone(model_with_a_bad_token(CONFIG), request) for request in SOUR]
+    want = outcomes_alone(model_with_a_bad_token(CONFIG), SOUR)
     assert {failed for _, failed in want} == {True, False}
     meshes = [mesh_of(tp=2), mesh_of(pp=2), mesh_of(cp=2)]
     for outcomes in minipar.run(serve_with_a_bad_token, meshes, world_size=2):
         assert outcomes == [want] * len(meshes)
-
-
-def refused_on_cp(world):
-    said = []
-    latents = replace(CONFIG, num_kv_heads=None, kv_latent_dim=6)
-    for config, own in ((CONFIG, dict(cache_bits=8)), (latents, {})):
-        mesh = Mesh(world, cp=2)
-        with pytest.raises(ValueError) as caught:
-            Engine(loud_model(config), Options(block_size=4, **own), mesh)
-        said.append(str(caught.value))
-    return said
-
-
-def test_what_cp_cannot_spread_is_refused():
-    rounded, latents = minipar.run(refused_on_cp, world_size=2)[0]
-    assert rounded == "cache_bits=8 with cp=2: a block is rounded as a whole; use cp=1"
-    assert latents == "cp=2: caches of latents are not spread over cp; use cp=1"

@@ -7,18 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.data_parallel.memory import Memory
 from minipar.inference import Engine, Options, engine, streamed_weights
 from minipar.inference.quantized_weights import quantize_weights, weight_element_bits
 from minipar.inference.streamed_weights import StreamedWeights, stream_weights
-from minipar.mesh import Mesh
-from minipar.pipeline import partition
-from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
 from tests.inference.test_engine import LONGEST, crowd, plant
-from tests.inference.texts import alone
 from tests.model.texts import ROUTED_ALONE, configs, draw_tokens, loud_model
 
 pytest.importorskip("minipar.extras.offload.memories")
@@ -38,20 +33,6 @@ def test_streamed_layers_write_the_same_text(config, where, weight_bits):
     model = loud_model(config)
     for _ in range(2):  # a second engine finds the layers where the first has put them
         assert Engine(model, replace(options, offload=where)).run(several) == want
-
-
-def serve_on(world, sizes):
-    mesh = Mesh(world, **sizes)
-    stage = partition(loud_model(CONFIG), sizes["pp"])[mesh.coordinates.pp]
-    several, options = crowd()
-    tensor_parallel(stage, mesh.comm("tp"))
-    return [r.tokens for r in Engine(stage, replace(options, offload="disk"), mesh).run(several)]
-
-
-@pytest.mark.thorough
-def test_every_stage_streams_its_own_layers():
-    want = [alone(loud_model(CONFIG), request) for request in crowd()[0]]
-    assert minipar.run(serve_on, dict(tp=2, pp=2), world_size=4) == [want] * 4
 
 
 @torch.no_grad()
