@@ -82,7 +82,7 @@ def told(world):
     return heard, outcome
 
 
-def test_a_crowded_decode_side_preempts_and_tells_each_end_at_once():
+def test_a_crowded_decode_side_tells_each_end_at_once():
     (prefill, outcome), (decode, same), (other, last) = minipar.run(told, world_size=3)
     assert outcome == same == last
     want = texts_alone(loud_model(CONFIG), REQUESTS)
@@ -92,6 +92,7 @@ def test_a_crowded_decode_side_preempts_and_tells_each_end_at_once():
     for number, text in enumerate(want):
         own = [event for event in outcome.events if event.number == number]
         assert sum(event.num_tokens for event in own if event.kind == Kind.WRITE) == len(text)
+    assert sum(event.kind == Kind.REFUSE for event in outcome.events) == 1
     assert prefill == other == []
     assert sorted(decode, key=lambda item: item[0]) == list(enumerate(outcome.results))
     assert decode[0][0] == len(REQUESTS), "the refused one"
