@@ -326,3 +326,23 @@ def bytes_after_an_exception(world):
 
 def test_full_gradients_of_a_backward_that_failed_are_freed():
     assert minipar.run(bytes_after_an_exception, world_size=2) == [0, 0]
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def counted(world):
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ZeroOptimizer([weight], Counting, world, lr=0.1, per_element=True)
+    for _ in range(2):
+        weight.sum().backward()
+        optimizer.step()
+    return optimizer.param_groups[0]["k"]
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_the_callers():
+    assert minipar.run(counted, world_size=2) == [2, 2]
