@@ -17,6 +17,7 @@ class FlatLayout:
 
     comm    the ranks that cut the buffer into chunks; None: the buffer is one chunk
     layout  parameter -> (start, number of elements); each start is a multiple of `alignment`
+    shapes  parameter -> its full shape
     end     the start of the `num_flags` elements behind the parameters
     sizes   the number of elements of each rank's chunk
     range   (start, end) of this rank's chunk
@@ -24,6 +25,7 @@ class FlatLayout:
 
     def __init__(self, params: list[nn.Parameter], comm: Comm | None, alignment: int, num_flags: int = 0):
         self.params, self.end = params, 0
+        self.shapes = {p: tuple(p.shape) for p in params}
         self.layout: dict[Tensor, tuple[int, int]] = {}
         for param in params:
             self.layout[param] = self.end, param.numel()
@@ -43,9 +45,9 @@ class FlatLayout:
         return range_in_param(*self.layout[param], self.range)
 
     def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """Return the parameter's elements in a buffer [size], in the parameter's shape."""
+        """Return the parameter's elements in a buffer [size], in the parameter's full shape."""
         start, n = self.layout[param]
-        return flat[start : start + n].view(param.shape)
+        return flat[start : start + n].view(self.shapes[param])
 
     def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         """Return the parameter's elements in a tensor that is laid out like this rank's chunk."""

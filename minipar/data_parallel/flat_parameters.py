@@ -70,17 +70,12 @@ class FlatParameters(FlatLayout):
         self.device = self.comms[0].device
         self.names = {p: placement_of(p).name for p in params}
         self.shards = {p: p for p in params}
-        self.shapes = {p: tuple(p.shape) for p in params}
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype or self.dtype
         self._shard_is_full = self.whole and self._compute_dtype == self.dtype
         self._gathered_versions: dict[nn.Parameter, int] = {}  # the shards' versions at the last gather
         self._pending_gather: Pending | None = None  # the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
-
-    def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        start, n = self.layout[param]
-        return flat[start : start + n].view(self.shapes[param])
 
     def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         """Return the parameter's elements in a tensor laid out like `own`: flat unless the parameter is whole."""
