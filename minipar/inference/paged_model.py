@@ -120,7 +120,7 @@ class PagedModel:
         mixtures = spread_mixtures(model, mesh)
         self.mixtures = mixtures if cp == 1 else []  # with cp, tokens reach their experts as in training
         self.cp = mesh.comm("cp") if mesh is not None and cp > 1 else None
-        self.ep = None if mesh is None else mesh.comm("ep")
+        self.own_share = None if mesh is None else partial(OwnShare, mesh.comm("ep"))
         self.share = WHOLE if self.cp is None else Share(self.cp.rank, self.cp.size)
         if model.overrides.default_positions is not None:
             raise ValueError("default_positions has been replaced: this model reads a part of every sample")
@@ -209,7 +209,7 @@ class PagedModel:
             attention.overrides.core, attention.overrides.absorbed = core, True
         dispatches = [moe.overrides.dispatch_tokens for moe in self.mixtures]
         for moe in self.mixtures:
-            moe.overrides.dispatch_tokens = partial(OwnShare, self.ep)
+            moe.overrides.dispatch_tokens = self.own_share
         try:
             yield
         finally:
