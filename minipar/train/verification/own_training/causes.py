@@ -127,9 +127,9 @@ def why_step(mesh: Mesh, one: Recorded, ranks: Sequence[Recorded], step: int) ->
 
 
 def samples_of(one: Recorded, ranks: Sequence[Recorded], step: int) -> tuple[list[bytes], list[list[bytes]]]:
-    """Return one process's samples and each rank's, along the dim in which more of the ranks' are one process's."""
+    """Return one process's samples and each rank's, along the first dim in which any of the ranks' are one process's."""
     batch, *seen = (run.steps[step].samples for run in (one, *ranks))
-    dim = max((0, 1), key=lambda dim: sum(len(set(batch[dim]).intersection(own[dim])) for own in seen))
+    dim = next((d for d in (0, 1) if any(set(batch[d]).intersection(own[d]) for own in seen)), 0)
     return batch[dim], [own[dim] for own in seen]
 
 

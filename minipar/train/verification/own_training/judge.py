@@ -261,7 +261,8 @@ class _Judge:
         alone = any(by_rank[peer] is None for r in losses for peer in self._mesh.group(r, "dp"))
         along_tp = ((loss, losses.get(self._mesh.group(r, "tp")[0], loss)) for r, loss in losses.items())
         of_parts = min(losses.values()) < want < max(losses.values()) or abs(total - want) <= limit
-        if not equal and (alone or of_parts and all(abs(a - b) <= limit for a, b in along_tp)):
+        finite = all(map(math.isfinite, (want, *losses.values())))
+        if not equal and finite and (alone or of_parts and all(abs(a - b) <= limit for a, b in along_tp)):
             if not number:  # later ones follow from what differs before
                 self.notes.append(
                     "ranks return losses of their own parts: gradients decide whether these are right"

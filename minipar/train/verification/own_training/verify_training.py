@@ -74,7 +74,7 @@ def verify_training(
         shutdown()  # the default process group of the next pool has the mesh's ranks
         try:
             ranks = run(
-                _on_rank, sizes, subject, one, timeout_s, folder,
+                _on_rank, sizes, subject, _stepped(one), timeout_s, folder,
                 world_size=mesh.world_size, backend=backend, timeout_s=timeout_s,
             )  # fmt: skip
         finally:
@@ -134,10 +134,13 @@ def _alone(
         return str(error)
 
 
+def _stepped(one: OneProcess) -> list[bool]:
+    return [step.stepped for step in one.run.steps]
+
+
 def _on_rank(
-    world: Comm, sizes: MeshSizes, subject: Setup | FromFile, one: OneProcess, limit_s: float, folder: str
+    world: Comm, sizes: MeshSizes, subject: Setup | FromFile, stepped: list[bool], limit_s: float, folder: str
 ) -> tuple[Recorded, Interrupted | None]:
-    stepped = [step.stepped for step in one.run.steps]
     mine = subject, world, Mesh(world, **sizes), len(stepped), limit_s
     recorded = record(*mine, stepped=stepped)
     return recorded, interrupted(*mine, folder) if recorded.saves else None
@@ -158,7 +161,7 @@ def _among_ranks(
         raise made
     one, folder = made
     try:
-        ranks = all_gather_objects(world, _on_rank(world, sizes, subject, one, limit_s, folder))
+        ranks = all_gather_objects(world, _on_rank(world, sizes, subject, _stepped(one), limit_s, folder))
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

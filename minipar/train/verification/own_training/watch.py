@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -182,10 +184,10 @@ class Training:
             initial,
             buffers,
             steps,
-            [name for name, p in params.items() if hidden or id(p) in held],
+            [*initial] if hidden else [name for name, p in params.items() if id(p) in held],
             [name for name, p in params.items() if id(p) not in held and name in with_gradient],
             len(held - {id(p) for p in params.values()}),
-            [type(s).__name__ for s in idle if s not in inner and not _names(self._step, s)],
+            [type(s).__name__ for s in idle if s not in inner and not _steps(self._step, s)],
             normalising,
             self._half,
             bool(self.checkpoint) and len(steps) > 1,
@@ -218,7 +220,9 @@ class Training:
             return tuple(map(seen, args)), {name: seen(x) for name, x in kwargs.items()}
 
         step = optimizer.step
-        if hasattr(type(optimizer).step, "hooked"):  # the caller may have kept `step` itself
+        # The caller may have kept `step` itself; but one that he has put in its place doesn't run the hooks.
+        is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
+        if is_torchs and hasattr(getattr(type(optimizer), "step", None), "hooked"):
             optimizer.register_step_pre_hook(before)
         else:
 
@@ -357,15 +361,25 @@ def _seen(tensor: Tensor, value: Tensor | None) -> Held:
     return Held(placement, whole.as_subclass(Tensor).to("cpu", copy=True))
 
 
-def _names(function: Any, x: object, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether the code of a function, or of one of the caller's own functions that it names, names an object."""
+def _steps(function: Any, x: object, seen: tuple[Any, ...] = ()) -> bool:
+    """Return whether the code of a function, or of one of the caller's own functions that it names, calls `x.step`."""
     code = getattr(function, "__code__", None)
     if code is None or code in seen or not is_own(code.co_filename):
         return False
-    named = inspect.getclosurevars(function)
-    own = [getattr(getattr(function, "__self__", None), name, None) for name in named.unbound]
-    values = [*named.nonlocals.values(), *named.globals.values(), *own]
-    return any(value is x or _names(value, x, (*seen, code)) for value in values)
+    owner, named = getattr(function, "__self__", None), dict(function.__globals__)
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):  # nothing has been assigned to it
+            named[name] = cell.cell_contents
+    for load, then in pairwise(dis.get_instructions(code)):
+        if isinstance(load.argval, str):
+            value = named.get(
+                load.argval, inspect.getattr_static(owner, load.argval, None)
+            )  # no property runs
+            if isinstance(value, FunctionType) and load.argval not in named:
+                value = value.__get__(owner)
+            if then.argval == "step" and value is x or _steps(value, x, (*seen, code)):
+                return True
+    return False
 
 
 @contextmanager
