@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.extras.compress.codecs import Codec
+from minipar.extras.compress.codecs import Codec, require_finite
 from minipar.extras.compress.compressed_buckets import chunked
 from minipar.extras.compress.plain_mean import Compressor, Means, State, Tensors, cut, fused, unfused
 from minipar.extras.compress.residuals import Residuals
@@ -47,6 +47,7 @@ class CompressedMean(Compressor):
     def _means(self, tensors: Tensors) -> Means:
         group, parts = tuple(tensors), chunked(tensors, self.comm.size)
         mean, sizes = self._own_mean(parts), [sum(map(len, part.values())) for part in parts]
+        require_finite(mean, "a mean of gradients")
         if any(key in self._of_mean for key in group):
             whole = {key: self._of_mean.pop(key, torch.zeros_like(x)) for key, x in tensors.items()}
             self.server[group] = fused(whole).split(sizes)[self.comm.rank].clone()

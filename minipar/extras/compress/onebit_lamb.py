@@ -49,11 +49,9 @@ class OneBitLamb(MomentumOptimizer):
         super().__init__(params, comm, warmup, betas=(*betas, 0.9)[:3], eps=eps, **options)
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        numbers = {
-            "c_avg": param.new_tensor(0.0),
-            "ratio": param.new_tensor(1.0),
-            "equal": param.new_tensor(1.0),
-        }
+        wide = torch.promote_types(param.dtype, torch.float32)
+        start = {"c_avg": 0.0, "ratio": 1.0, "equal": 1.0}
+        numbers = {name: param.new_tensor(x, dtype=wide) for name, x in start.items()}
         return {**super()._new_state(param), "fresh": torch.zeros_like(param), **numbers}
 
     def _step(self, pairs: Pairs, grads: Tensors, warm: bool) -> None:

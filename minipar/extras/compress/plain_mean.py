@@ -38,7 +38,8 @@ class Compressor:
 
     @torch.no_grad()
     def means(self, tensors: Tensors) -> Means:
-        return dict(tensors) if self.comm.size == 1 or not tensors else self._means(tensors)
+        sent = {key: x for key, x in tensors.items() if x.numel()}
+        return {**tensors, **(self._means(sent) if sent and self.comm.size > 1 else {})}
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:

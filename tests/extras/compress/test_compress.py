@@ -143,6 +143,26 @@ def test_a_scattered_mean_sends_half_and_loses_nothing_with_feedback(name, sizes
         assert (found - true).abs().max() < 1e-4 if len(true) else True
 
 
+def test_a_mean_that_overflows_is_told_and_not_encoded():
+    def refused(world):
+        with pytest.raises(ArithmeticError, match="a mean of gradients is not finite"):
+            CompressedMean(world, Sign())(torch.full((8,), 3e38))
+
+    minipar.run(refused, world_size=2)
+
+
+def test_tensors_without_elements_are_left_as_they_are():
+    def averaged(world):
+        found = []
+        for mean in (CompressedMean(world, TopK(1.0)), PowerSGD(world)):
+            several = {"a": torch.ones(3), "empty": torch.zeros(0), "b": torch.ones(2, 2)}
+            found += [*mean.means(several).values(), *mean.means({"empty": torch.zeros(0)}).values()]
+            assert mean.state().keys() <= {"a", "b"}
+        return [x.numel() for x in found]
+
+    assert minipar.run(averaged, world_size=2) == [[3, 0, 4, 0] * 2] * 2
+
+
 def test_nan_and_inf_are_never_encoded():
     def refused(world, value):
         mean = CompressedMean(world, Sign())
