@@ -237,6 +237,10 @@ class Engine:
         more  called before each step, on every rank: it may `add` and `cancel` requests, the same ones on every rank, and
               returns whether more requests may still arrive
         """
+        if self.scheduler.sequences:
+            raise RuntimeError(
+                "another iterate of this engine is open; use it up, or close it, before the next"
+            )
         self.events, self.steps, self.now_s = [], [], 0.0
         if self.prefix is not None:
             self.prefix.clear()  # the weights may have changed since the last run

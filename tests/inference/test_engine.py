@@ -249,6 +249,8 @@ def test_whoever_stops_early_leaves_nothing_behind():
     steps = engine.iterate(crowd()[0], [Result() for _ in range(8)])
     next(steps)
     assert engine.pool.num_free < 9
+    with pytest.raises(RuntimeError, match="another iterate of this engine is open"):
+        engine.run(crowd()[0])
     steps.close()
     assert engine.pool.num_free == 9
     swapping = Engine(loud_model(SMALL), replace(crowd()[1], preemption="swap"))
