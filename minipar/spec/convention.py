@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import wraps
+from inspect import isroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +43,10 @@ def conventions(*names: str) -> Callable[[Any], Any]:
                 (implementation,),
                 {"conventions": both, "__module__": implementation.__module__},
             )
-        stating: Any = copy(implementation)  # of an object, with its methods; of a function, itself
-        if stating is implementation:
+        stating: Any = (
+            implementation if isroutine(implementation) else copy(implementation)
+        )  # with its methods
+        if stating is implementation or not hasattr(stating, "__dict__"):
             stating = wraps(implementation)(lambda *args, **options: implementation(*args, **options))
         stating.conventions = both
         return stating

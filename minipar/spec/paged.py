@@ -189,7 +189,11 @@ SPECIFICATIONS = [
         "BlockPool(num_blocks, block_size).allocate(), .release(block); paged_attention(memory, size, pieces, q, k, v)",
         "New tokens of several texts are written to the blocks of their tables, and attend to their own text so far.",
         [ATTENTION],
-        [Stage("memory", partial(_pools, of=MOVES), ()), Stage("refusals", partial(_pools, of=REFUSED), ())],
+        [
+            Stage("runs", partial(_pools, of={1: ["+"]}), ()),
+            Stage("drawn", partial(_pools, of=MOVES), ()),
+            Stage("refusals", partial(_pools, of=REFUSED), ()),
+        ],
         alone=True,
         writes=(0,),
     )

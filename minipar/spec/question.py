@@ -278,7 +278,7 @@ def specification(
     signature: str,
     requirement: str,
     questions: Sequence[Question],
-    between: Sequence[Stage] = (),
+    more: Sequence[Stage] = (),
     kinds: Sequence[Kind] = KINDS,
     conventions: tuple[str, ...] = (),
     alone: bool = False,
@@ -286,21 +286,22 @@ def specification(
 ) -> Specification:
     """Return the specification of a function that answers these questions.
 
-    between  stages before "varied"
+    more     other stages, and what those of the questions also ask
     alone    whether it is asked on one rank, without a Comm
     writes   the arguments, by position, that it may write to
     """
     by_stage = [bodies(question, kinds, alone) for question in questions]
 
     def stage(name: Any, *sizes: Any) -> Stage:
-        body = every(*(bodies[name] for bodies in by_stage))
+        body = every(*(bodies[name] for bodies in by_stage), *(s.body for s in more if s.name == name))
         return Stage(name, body, () if alone else sizes, writes)
 
-    stages = (
+    asked = (
         stage("runs", 1),
         stage("small", 2),
         stage("drawn", *WORLDS, *MORE_RANKS),
-        *between,
         stage("varied", 2, 5),
     )
+    names = {one.name for one in asked}
+    stages = (*asked, *(one for one in more if one.name not in names))
     return Specification(name, signature, requirement, stages, conventions)

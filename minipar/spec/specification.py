@@ -129,6 +129,10 @@ class Specification:
     stages: tuple[Stage, ...]
     conventions: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        in_order = sorted(self.stages, key=lambda stage: [*STAGES].index(stage.name))
+        object.__setattr__(self, "stages", tuple(in_order))
+
     @property
     def defines(self) -> tuple[str, ...]:
         """The names of the functions and classes of the signature."""

@@ -90,6 +90,20 @@ class Scheduler:
     plan, advance = staticmethod(continuous.plan), staticmethod(continuous.advance)
 
 
+class Bare:
+    __slots__ = ()
+
+    def __call__(self, comm, x, root=0):
+        return comm.broadcast(x, root)
+
+    sent = __call__
+
+
+@pytest.mark.parametrize("sends", [Bare(), Bare().sent], ids=["slots", "a bound method"])
+def test_what_takes_no_attributes_can_state_a_convention(sends):
+    assert check("broadcast", conventions("any tree")(sends), ["small"]).ok
+
+
 def test_an_object_that_states_a_convention_keeps_its_methods():
     for one in (Scheduler(), SimpleNamespace(plan=continuous.plan, advance=continuous.advance)):
         report = check("scheduler_step", conventions("in place")(one), ["small"])

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minipar.simple import generate, paged, speculative
-from minipar.spec import batching, kv_cache, speculation
+from minipar.spec import batching, check, kv_cache, speculation
 from minipar.spec import paged as paged_spec
 from minipar.spec.question import ALONE, ask
 from tests.examples import examples
@@ -111,3 +111,8 @@ def test_the_words_name_a_cause_that_the_first_token_shows():
     always_kept = case.law(()) * (case.q(()) / case.p(()))[:, None]
     said = speculation._difference(always_kept, case, 1e-12)
     assert said.endswith(": the guess is kept whatever the model says"), said
+
+
+def test_a_pool_is_asked_wherever_attention_is():
+    for stage in ("runs", "drawn"):
+        assert not check("paged_attention", pages(pool=int), [stage]).ok
