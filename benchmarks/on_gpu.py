@@ -262,11 +262,11 @@ def steps(gpu: Gpu) -> Table:
             continue
         spans, curves[name] = {r: seen[0] for r, seen in enumerate(by_rank)}, by_rank[0][1]
         picture = gpu.out / "generated" / f"gpu_step_{name.lower()}.png"
-        draw_trace(spans, picture, f"{name}, two ranks on one {gpu.device}")
+        draw_trace(spans, picture, f"{name}, two ranks on one {'GPU' if gpu.cuda else 'CPU'}")
         ends = [s.end_s for s in spans[0]]
         rows.append({
             "strategy": name, "ms": (max(ends) - min(s.start_s for s in spans[0])) * 1e3,
-            "computing, ms": busy_s(spans[0], "compute") * 1e3,
+            "computing or waiting, ms": busy_s(spans[0], "compute") * 1e3,
             "communicating, ms": busy_s(spans[0], "communicate") * 1e3,
             "hidden": overlap_fraction(spans[0]), "held before, MB": curves[name][0][1] / 1e6 if curves[name] else None,
             "peak, MB": max(n for _, n in curves[name]) / 1e6 if curves[name] else None,
