@@ -18,7 +18,7 @@ Source: PagedAttention, arXiv:2309.06180, sections 4.1 to 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,11 @@ class BlockMemory:
         """Write k and v, [N, h_kv, head_dim], to the tokens' slots, [N] int64: block * b + offset in the block."""
         self.data.flatten(1, 2)[:, slots] = torch.stack((k, v)[: len(self.data)])
 
+    def read_together(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the tokens in these slots, [R, S], of R requests: keys and values, [R, h_kv, S, head_dim]."""
+        tokens = self.data.flatten(1, 2)[:, slots].transpose(2, 3)
+        return tokens[0], tokens[-1]
+
     def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Gather the first S tokens of a request by its table, [ceil(S / b)]: keys and values, [1, h_kv, S, head_dim]."""
         tokens = self.data[:, table].flatten(1, 2)[:, :num_tokens].transpose(1, 2).unsqueeze(1)
@@ -185,6 +190,33 @@ class Rows(NamedTuple):
         return self.begin + len(self.tokens)
 
 
+class Together(NamedTuple):
+    """R requests with one new token each, which a forward's attention computes at once.
+
+    rows   [R] the requests' rows among all N
+    slots  [R, S] where the tokens of each are stored, filled up with the slot of its own first token: another request's
+           nan must not come in, since attention multiplies what it masks by 0
+    seen   [R, 1, 1, S] which of them are its tokens
+    """
+
+    rows: Tensor
+    slots: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[tuple[int, Rows]], block_size: int, device: torch.device) -> Together:
+        """Return it for (row, request) pairs."""
+        width = max(blocks_for(rows.end, block_size) for _, rows in places)
+        # The row, the number of tokens, and the table, in one copy to the device.
+        numbers = torch.tensor([
+            [row, rows.end, *rows.table[:width], *[0] * (width - len(rows.table))] for row, rows in places
+        ]).to(device)  # fmt: skip
+        offsets = torch.arange(block_size, device=device)
+        slots = (numbers[:, 2:, None] * block_size + offsets).flatten(1)
+        seen = torch.arange(slots.shape[1], device=device) < numbers[:, 1:2]
+        return cls(numbers[:, 0], torch.where(seen, slots, slots[:, :1]), seen[:, None, None])
+
+
 class Pass(NamedTuple):
     """The rows of one forward and their slots, computed once for all layers; under cp, only the rows of this rank."""
 
@@ -192,19 +224,29 @@ class Pass(NamedTuple):
     tokens: Tensor  # [N, 1]
     positions: Tensor  # [N, 1] each row's position in its text
     slots: Tensor  # [N] where its keys and values are stored: block * b + offset in the block
-    tables: Sequence[Tensor]  # each request's block table, [ceil(S / b)]
+    tables: Mapping[int, Tensor]  # the block table, [ceil(S / b)], of each request that is read by itself
+    together: Sequence[Together]  # the others
 
     @classmethod
     def of(
-        cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE
-    ) -> Pass:
+        cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE,
+        is_together: bool = False,
+    ) -> Pass:  # fmt: skip
         places = [(rows, t) for rows in requests for t in share.tokens(rows.begin, rows.end)]
-        tables = [
-            torch.tensor(rows.table[: blocks_for(rows.end, block_size)], device=device) for rows in requests
-        ]
         numbers = [
             (rows.tokens[t - rows.begin], t, share.slot(rows.table, t, block_size)) for rows, t in places
         ]
         columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
         tokens, positions, slots = columns
-        return cls(requests, tokens[:, None], positions[:, None], slots, tables)
+        # Of tables up to twice as long as another, so that at most half of what is gathered is padding.
+        groups: dict[int, list[tuple[int, Rows]]] = {}
+        tables, first = {}, 0
+        for i, rows in enumerate(requests):
+            blocks = blocks_for(rows.end, block_size)
+            if is_together and len(rows.tokens) == 1:
+                groups.setdefault(blocks.bit_length(), []).append((first, rows))
+            else:
+                tables[i] = torch.tensor(rows.table[:blocks], device=device)
+            first += len(rows.tokens)
+        together = [Together.of(group, block_size, device) for group in groups.values()]
+        return cls(requests, tokens[:, None], positions[:, None], slots, tables, together)

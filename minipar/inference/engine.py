@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal
 
 import torch
@@ -38,7 +38,7 @@ from minipar.inference.speculative import DRAWS, RULES, Draft, Guess, KeyedDice,
 from minipar.inference.stages import Answer, Stages
 from minipar.inference.streamed_weights import check_streaming, stream_weights
 from minipar.mesh import Mesh
-from minipar.model.sampling import NOT_FINITE, NotFinite
+from minipar.model.sampling import NOT_FINITE, NotFinite, likeliest_tokens
 from minipar.model.transformer import Transformer
 from minipar.support.errors import one_of, require_positive
 
@@ -378,22 +378,33 @@ class Engine:
         Returns `Step.answer`'s tokens. Only the rank that chooses tokens has them; the other ranks return padding.
         """
         rows = [_rows_of(read) for read in plan.reads]
-        logits, end = self.stages.logits(rows), 0
-        chosen: list[Tensor] = []
-        for read, row in zip(plan.reads, rows):
-            end += len(row.tokens)
+        logits, width = self.stages.logits(rows), self.options.num_drafts + 1
+        ends = list(accumulate(len(row.tokens) for row in rows))
+        chosen: list[list[int]] = []
+        likeliest: dict[int, int] = {}
+        if logits is not None and self.stages.chooses:
+            greedy = [end - 1 for read, end in zip(plan.reads, ends) if read.takes_likeliest]
+            likeliest = dict(zip(greedy, likeliest_tokens(logits[greedy]).tolist()))
+        for read, row, end in zip(plan.reads, rows, ends):
             if read.writes:
-                chosen.append(torch.full((self.options.num_drafts + 1,), NO_TOKEN))
+                written: list[int] = []
                 if logits is not None and self.stages.chooses:
-                    written = self._choose(read.sequence, read.guesses, logits[end - row.num_chosen : end])
-                    chosen[-1][: len(written)] = torch.tensor(written)
-        return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+                    own = logits[end - row.num_chosen : end]
+                    written = self._choose(read.sequence, read.guesses, own, likeliest.get(end - 1))
+                chosen.append(written + [NO_TOKEN] * (width - len(written)))
+        return torch.tensor(chosen, dtype=torch.int64)
 
-    def _choose(self, sequence: Sequence, guesses: list[Guess], logits: Tensor) -> list[int]:
+    def _choose(
+        self, sequence: Sequence, guesses: list[Guess], logits: Tensor, likeliest: int | None
+    ) -> list[int]:
         """Return the new tokens of a sequence, given the logits [g + 1, V] of its last token and of each guess.
+
+        likeliest  the new token, where it was chosen already: a read from the device by request is slow
 
         If no token can be chosen from the logits of the last token, [NOT_FINITE].
         """
+        if likeliest is not None:
+            return [likeliest]
         request = sequence.request
         p: list[Tensor] = []
         # A guess after which logits have nan is looked at in the next step, if it is right.

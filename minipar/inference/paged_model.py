@@ -9,6 +9,10 @@ request's table, and computes the model's attention for that request alone:
     layer    norms, projections, MLP: [N, 1, D], for the rows of all requests at once
     core     request by request: queries [1, H, T, d] over keys [1, h_kv, S, d]
 
+R requests with one new token each, as all have after their prompts, go through the fused core at once: queries [R, h_kv,
+H / h_kv, d] over keys [R, h_kv, S, d], where S is the longest text's, and a mask hides what a shorter one doesn't have.
+The other cores read request by request, which is easier to follow, and equal.
+
 With multi-head latent attention, the blocks hold the latents, and the core runs on these, with absorbed matrices: see
 `LatentAttention`.
 
@@ -27,6 +31,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.config.model_config import ModelConfig
@@ -43,7 +48,7 @@ from minipar.inference.expert_shares import OwnShare, spread_mixtures
 from minipar.inference.quantized_blocks import QuantizedBlockMemory, check_quantization
 from minipar.inference.split_keys import SplitCore, SplitPass, goes_by_ring
 from minipar.mesh import Mesh
-from minipar.model.attention import Attention
+from minipar.model.attention import Attention, fused_attention
 from minipar.model.evaluating import evaluating
 from minipar.model.latent_attention import LatentAttention
 from minipar.model.overrides import AttentionCore
@@ -85,14 +90,25 @@ class PagedCore:
         `positions` are not needed: a request is one document, and its table determines the positions.
         """
         self.memory.write(self.of_pass.slots, k.squeeze(2), v.squeeze(2))
-        outs, first = [], 0
-        for rows, table in zip(self.of_pass.requests, self.of_pass.tables):
+        out, first = torch.empty_like(q), 0
+        for own_rows, slots, seen in self.of_pass.together:
+            keys, values = self.memory.read_together(slots)
+            queries = (
+                q[own_rows].unflatten(1, (keys.shape[1], -1)).squeeze(3)
+            )  # [R, h_kv, H / h_kv, head_dim]
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+            out[own_rows] = attended.flatten(1, 2).unsqueeze(2)
+        for i, rows in enumerate(self.of_pass.requests):
+            if i not in self.of_pass.tables:
+                first += 1
+                continue
             begin = rows.begin
-            for end, keys, values in self.memory.views(table, rows.begin, rows.end):
-                own = q[first : first + end - begin].permute(2, 1, 0, 3)  # [1, H, T, head_dim]
-                outs.append(self.core(own, keys, values, causal=True).permute(2, 1, 0, 3))
-                first, begin = first + end - begin, end
-        return torch.cat(outs)
+            for end, keys, values in self.memory.views(self.of_pass.tables[i], rows.begin, rows.end):
+                own = slice(first, first + end - begin)
+                queries = q[own].permute(2, 1, 0, 3)  # [1, H, T, head_dim]
+                out[own] = self.core(queries, keys, values, causal=True).permute(2, 1, 0, 3)
+                first, begin = own.stop, end
+        return out
 
 
 class PagedModel:
@@ -140,6 +156,8 @@ class PagedModel:
             else make(of_share, a.num_kv_heads, a.head_dim, *kind)
             for a in self.attentions
         ]
+        one_form = self.cp is None and cache_bits is None and not one_by_one
+        self.is_together = one_form and all(a.core is fused_attention for a in self.attentions)
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +214,7 @@ class PagedModel:
             memory.load(where, blocks)
 
     def _read(self, requests: Sequence[Rows], hidden: Tensor | None) -> Tensor:
-        of_pass = Pass.of(requests, self.pool.block_size, self.device, self.share)
+        of_pass = Pass.of(requests, self.pool.block_size, self.device, self.share, self.is_together)
         with evaluating(self.model), self._paged(of_pass):
             out: Tensor = self.model(of_pass.tokens if hidden is None else hidden)
         return out.squeeze(1) if self.model.last else out

@@ -94,6 +94,11 @@ class Read:
         """Whether the step reads the text to its end, so that the next token can be chosen."""
         return self.count == self.sequence.unread
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the last row's likeliest one, whatever else."""
+        return self.writes and not self.guesses and self.sequence.request.temperature == 0
+
 
 @dataclass
 class Plan:

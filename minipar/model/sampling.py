@@ -76,6 +76,8 @@ def continue_text(
 
 def choose_rows(logits: Tensor, temperature: float, seed: int, position: int) -> Tensor:
     """Choose a token for each row, [B, V] -> [B, 1], with seed + b for row b; NOT_FINITE for logits with nan or inf."""
+    if temperature == 0:
+        return likeliest_tokens(logits)[:, None]
     tokens = []
     for row, of_row in enumerate(logits):
         try:
@@ -113,6 +115,11 @@ def distribution(logits: Tensor, temperature: float, top_k: int | None = None, t
     sorted_[dropped] = 0.0
     kept = torch.zeros_like(probabilities).scatter_(0, order, sorted_)
     return kept / kept.sum()
+
+
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """Return the token of each row, [n, V] -> [n], at temperature 0; NOT_FINITE for a row with nan or inf."""
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), NOT_FINITE)
 
 
 def choose(probabilities: Tensor, seed: int, position: int, purpose: str = "token") -> int:

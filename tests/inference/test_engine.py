@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, ModelDraft, NGramDraft, Options, Request, Result, prefix
-from minipar.inference.blocks import Pass, cache_bytes
+from minipar.inference.blocks import Pass, Together, cache_bytes
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import PagedModel
 from minipar.inference.scheduler import Scheduler
@@ -109,6 +109,14 @@ def test_a_guess_that_brings_nan_fails_no_request(rule):
         assert (result.tokens, result.error is not None) == outcome
 
 
+@pytest.mark.parametrize("prompts", [[(BAD,), (3,)], [(3,), (BAD,)]])
+def test_nan_of_one_token_reaches_no_request_read_with_it(prompts):
+    model = model_with_a_bad_token(SMALL)
+    several = [Request(prompt, 4) for prompt in prompts]
+    for result, outcome in zip(Engine(model).run(several), outcomes_alone(model, several)):
+        assert (result.tokens, result.error is not None) == outcome
+
+
 def test_a_failed_request_leaves_no_prefix_behind():
     model = model_with_a_bad_token(SMALL)
     several = [Request((*PROMPTS[0][:6], BAD), 2), Request(PROMPTS[0][:8], 2, arrival_s=9.0)]
@@ -177,6 +185,7 @@ FAULTS = {
     "copy is empty": (PagedModel, "copy_block", "memory.copy(source, destination)", "pass"),
     "hash without its parent": (prefix, "block_key", "parent + ", ""),
     "positions begin anew": (Pass, "of", "], t, share", "], t - rows.begin, share"),
+    "the last token unseen": (Together, "of", "< numbers[:, 1:2]", "< numbers[:, 1:2] - 1"),
     "cache kept after preemption": (
         Scheduler, "_preempt_one_after", "victim.num_read if self.swap else 0", "victim.num_read",
     ),
@@ -228,8 +237,8 @@ def test_one_by_one_the_logits_are_the_same_to_the_bit(dtype):
         engine = Engine(model, replace(options, one_by_one=True, **changes))
         choose = engine._choose
 
-        def note(sequence, guesses, logits):
-            written = choose(sequence, guesses, logits)
+        def note(sequence, guesses, logits, likeliest):
+            written = choose(sequence, guesses, logits, likeliest)
             for i, token in enumerate(written):
                 rows[sequence.number, len(sequence.text) + i] = (token, logits[i].tolist())
             return written
