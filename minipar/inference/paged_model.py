@@ -9,9 +9,8 @@ request's table, and computes the model's attention for that request alone:
     layer    norms, projections, MLP: [N, 1, D], for the rows of all requests at once
     core     request by request: queries [1, H, T, d] over keys [1, h_kv, S, d]
 
-R requests with one new token each, as all have after their prompts, go through the fused core at once: queries [R, h_kv,
-H / h_kv, d] over keys [R, h_kv, S, d], where S is the longest text's, and a mask hides what a shorter one doesn't have.
-The other cores read request by request, which is easier to follow, and equal.
+R requests with one new token each, as all have after their prompts, go through a core at once (`TOGETHER`): queries
+[R, h_kv, H / h_kv, d] over keys [R, h_kv, S, d], where S is the longest text's, and a mask hides what a shorter one lacks.
 
 With multi-head latent attention, the blocks hold the latents, and the core runs on these, with absorbed matrices: see
 `LatentAttention`.
@@ -26,6 +25,7 @@ reused: a forward loads all of them for one token instead of for N.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,7 +48,7 @@ from minipar.inference.expert_shares import OwnShare, spread_mixtures
 from minipar.inference.quantized_blocks import QuantizedBlockMemory, check_quantization
 from minipar.inference.split_keys import SplitCore, SplitPass, goes_by_ring
 from minipar.mesh import Mesh
-from minipar.model.attention import Attention, fused_attention
+from minipar.model.attention import Attention, fused_attention, plain_attention
 from minipar.model.evaluating import evaluating
 from minipar.model.latent_attention import LatentAttention
 from minipar.model.overrides import AttentionCore
@@ -74,6 +74,18 @@ def require_cacheable(
     require_divides("cp", cp, "block_size", block_size)
 
 
+def plain_masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+# The cores that also attend to texts of different lengths at once: q [R, h, G, d], k and v [R, h, S, d], seen [R, 1, 1, S].
+TOGETHER: dict[AttentionCore, Callable[..., Tensor]] = {
+    fused_attention: F.scaled_dot_product_attention,
+    plain_attention: plain_masked,
+}
+
+
 class PagedCore:
     """Replaces the core of one attention module for one forward: finds keys and values by the requests' tables."""
 
@@ -96,7 +108,7 @@ class PagedCore:
             queries = (
                 q[own_rows].unflatten(1, (keys.shape[1], -1)).squeeze(3)
             )  # [R, h_kv, H / h_kv, head_dim]
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+            attended = TOGETHER[self.core](queries, keys, values, seen)
             out[own_rows] = attended.flatten(1, 2).unsqueeze(2)
         for i, rows in enumerate(self.of_pass.requests):
             if i not in self.of_pass.tables:
@@ -157,7 +169,7 @@ class PagedModel:
             for a in self.attentions
         ]
         one_form = self.cp is None and cache_bits is None and not one_by_one
-        self.is_together = one_form and all(a.core is fused_attention for a in self.attentions)
+        self.is_together = one_form and all(a.core in TOGETHER for a in self.attentions)
 
     @property
     def device(self) -> torch.device:
