@@ -6,9 +6,7 @@ compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimi
 residuals.py           what a rank has not sent of each tensor, also where ranks get the mean of their own pieces only
 compressed_mean.py     the mean over ranks, in two compressed phases
 two_level.py           a mean that is uncompressed inside a node and compressed across nodes
-threshold.py           which elements are kept: a fraction, or all above a threshold
-sketch.py              sums of a sparse vector's elements, from which the vector is recovered
-sketched_mean.py       the mean of each rank's largest elements, whose sketches are added on the way
+sketch.py              sums of a sparse vector's elements, from which it is recovered: to be read, in no run
 selective.py           a mean that is compressed for some layers only
 power_sgd.py           the mean of a matrix as a product of two thin factors
 momentum_optimizer.py  the base of the next three optimizers, which average momenta instead of gradients
@@ -47,7 +45,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
         "sketch": ["Sketch"],
-        "sketched_mean": ["SketchedMean"],
         "two_level": ["TwoLevelMean"],
         "zero_one_adam": ["ZeroOneAdam"],
     },

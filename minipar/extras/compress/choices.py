@@ -36,20 +36,6 @@ class TopKOptions(CodecOptions):
 
 
 @dataclass(frozen=True)
-class TagcOptions(TopKOptions):
-    """The options of TAGC, which sends only the largest gradients of feed-forward layers."""
-
-    sketch: float = option(
-        0.0,
-        "floats of a sketch for each gradient, in which ranks' gradients are added on the way; 0: values and indices",
-    )
-    threshold: bool = option(
-        False,
-        "with a sketch: send all above the largest of 1, 2, 5, 10, ... that keeps `fraction`; no-threshold: exactly these",
-    )
-
-
-@dataclass(frozen=True)
 class PowerSGDOptions:
     """The options of PowerSGD, which sends a matrix as two thin factors."""
 
@@ -144,15 +130,11 @@ class Method(Averaging):
 
     def _loses_nothing(self, config: Any) -> bool:
         own = config.options["compress"]
-        if isinstance(own, TopKOptions) and own.fraction == 1 and not getattr(own, "sketch", 0):
+        if isinstance(own, TopKOptions) and own.fraction == 1:
             return True
         if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
             return True
         return self.averages == "gradient" and _ranks_of_a_parameter(config) == 1
-
-
-# Of a sketch's cells, the fraction of elements that can be recovered; see sketch.py.
-LOAD = 0.818
 
 
 def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:
@@ -161,10 +143,6 @@ def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:
         lambda v: f"compress.{name}={getattr(v, name)} is out of range",
         lambda v: f"; use {lowest(v)} or more",
     )
-
-
-def _sketches(v: Any) -> bool:
-    return bool(getattr(v, "sketch", 0))
 
 
 # What the options of a method must meet.
@@ -176,30 +154,6 @@ OPTIONS = (
         lambda v: not 0 < getattr(v, "fraction", 1) <= 1,
         "compress.fraction={fraction}: k would be 0, or above n",
         "; use above 0, at most 1",
-    ),
-    Rule(
-        lambda v: not 0 <= getattr(v, "sketch", 0) <= 1,
-        "compress.sketch={sketch} is no number of floats for each gradient",
-        "; use 0 to 1, such as 0.5",
-    ),
-    Rule(
-        lambda v: getattr(v, "threshold", False) and not v.sketch,
-        "compress.threshold keeps another number of gradients on each rank, but values and indices go in messages of "
-        "one size",
-        "; use no-threshold, or add compress.sketch, such as 0.5",
-    ),
-    Rule(
-        lambda v: _sketches(v) and v.fraction > LOAD * v.sketch,
-        lambda v: (
-            f"compress.fraction={v.fraction} of the gradients cannot be recovered from compress.sketch={v.sketch}, not "
-            f"even of one rank's: at most {LOAD * v.sketch:.3g} can"
-        ),
-        "; use a lower fraction, or a larger sketch",
-    ),
-    Rule(
-        lambda v: _sketches(v) and v.node_size is not None,
-        "compress.node_size={node_size} sends codes between nodes, and compress.sketch adds up sketches of all ranks",
-        "; use none, or sketch=0",
     ),
 )
 
@@ -289,7 +243,7 @@ SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per blo
 INT8 = Method("gradient", CodecOptions, "gradients in 8 bits")
 FP8 = Method("gradient", CodecOptions, "gradients in 8-bit floats")
 TOPK = Method("gradient", TopKOptions, "the largest gradients")
-TAGC = Method("gradient", TagcOptions, "the largest gradients of feed-forward layers; all of the others")
+TAGC = Method("gradient", TopKOptions, "the largest gradients of feed-forward layers; all of the others")
 POWERSGD = Method("gradient", PowerSGDOptions, "two thin factors of a gradient")
 ONEBIT_ADAM = Method("momentum", MomentumOptions, "signs of Adam's momentum", "adamw")
 ZERO_ONE_ADAM = Method("momentum", ZeroOneOptions, "signs of Adam's momentum, less and less often", "adamw")

@@ -1,7 +1,7 @@
 """The averages of `--compress`, computed in one process from the tensors of all ranks, without messages.
 
-`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py,
-sketched_mean.py and power_sgd.py compute; these files name the sources.
+`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py and
+power_sgd.py compute; these files name the sources.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.plain_mean import widened
-from minipar.extras.compress.sketch import Sketch, num_cells
-from minipar.extras.compress.threshold import Choose
 from minipar.mesh import Placement
 from minipar.support.chunks import chunk_sizes
 
@@ -47,7 +45,6 @@ class OneProcessMeans:
 
     codec           encodes a vector; with node_size only between nodes of this many ranks
     rank            the rank of PowerSGD's factors
-    choose, ratio   the elements that a rank keeps, and the number of a sketch's cells per element
     """
 
     def __init__(
@@ -56,12 +53,10 @@ class OneProcessMeans:
         codec: Codec | None = None,
         node_size: int | None = None,
         rank: int = 0,
-        choose: Choose | None = None,
-        ratio: float = 0.0,
         error_feedback: bool = True,
     ):
         self.is_compressed, self.codec, self.node_size, self.rank = is_compressed, codec, node_size, rank
-        self.choose, self.ratio, self.error_feedback = choose, ratio, error_feedback
+        self.error_feedback = error_feedback
         self._residuals: dict[object, Tensor] = {}
         self._factors: dict[object, Tensor] = {}
 
@@ -108,25 +103,12 @@ class OneProcessMeans:
         """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
         means = []
         for r, own in enumerate(_chunks(xs, len(xs))):
-            mean = self._to_one_rank((key, r), own)
-            means.append(mean if self.choose else self._sent((key, "mean", r), mean))
+            means.append(self._sent((key, "mean", r), self._to_one_rank((key, r), own)))
         return torch.cat(means)
 
     def _to_one_rank(self, key: object, xs: list[Tensor]) -> Tensor:
-        """Return the mean of what all ranks send to one of them.
-
-        Of a sketch, that is the elements that are chosen and recovered; the others are kept as residuals.
-        """
-        if self.choose is None:
-            return torch.stack([self._sent((key, rank), x) for rank, x in enumerate(xs)]).mean(0)
-        wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
-        chosen = [self.choose(x) for x in wanted]
-        places = torch.stack(chosen).any(0)
-        recovered = Sketch(places, num_cells(len(places), self.ratio)).recovered
-        sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
-        if self.error_feedback:
-            self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
-        return torch.stack(sent).mean(0)
+        """Return the mean of what all ranks send to one of them."""
+        return torch.stack([self._sent((key, rank), x) for rank, x in enumerate(xs)]).mean(0)
 
     def _sent(self, key: object, x: Tensor) -> Tensor:
         """Encode and decode x plus the residual. Keep the error as the new residual."""

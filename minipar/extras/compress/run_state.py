@@ -34,8 +34,6 @@ from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import Compressor, State
 from minipar.extras.compress.power_sgd import PowerSGD
 from minipar.extras.compress.selective import Selective
-from minipar.extras.compress.sketched_mean import SketchedMean
-from minipar.extras.compress.threshold import choose_by
 from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
@@ -165,12 +163,6 @@ def _vector_compressor(config: TrainConfig) -> tuple[type[Compressor], dict[str,
         return PowerSGD, {"rank": own.rank}
     # Feedback is an option of methods that encode gradients, and always on for momenta.
     feedback = {"error_feedback": getattr(own, "feedback", True)}
-    if getattr(own, "sketch", 0):
-        return SketchedMean, {
-            "choose": choose_by(own.threshold, own.fraction),
-            "ratio": own.sketch,
-            **feedback,
-        }
     if own.node_size is not None:
         return TwoLevelMean, {"codec": _codec(config), "node_size": own.node_size, **feedback}
     return CompressedMean, {"codec": _codec(config), **feedback}

@@ -14,9 +14,9 @@ class Selective(Compressor):
 
     TAGC's code compresses the feed-forward and vocabulary matrices, and sends attention, position embeddings and norms
     uncompressed. `minipar train --compress tagc` compresses only the feed-forward matrices, so that a tied embedding stays
-    exact. TAGC keeps the elements above a threshold, at least a fifth of them, and feeds back the rest. It sums a sketch of
-    the kept elements, and sends a bit per element that says whether it was kept: `--compress.sketch`, sketched_mean.py.
-    Without that option, top-k sends values and indices.
+    exact. TAGC keeps the elements above a threshold, at least a fifth of them, and feeds back the rest. It sums sketches of
+    the kept elements (see sketch.py), and a bit per element that says whether it was kept; here top-k sends values and
+    indices.
     `select` must not choose a tensor of which several tensor-parallel ranks hold copies. Each copy would be encoded with
     different other elements, and the copies would drift apart.
     Sends 2(p-1)/p of the bytes of the tensors not chosen, and the compressor's messages for the chosen tensors.

@@ -8,7 +8,6 @@ row 2   x1 + x3 | x7      | x9
 from __future__ import annotations
 
 from functools import cached_property
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -90,8 +89,3 @@ class Sketch:
             x[self.index[elements]] = values
             sums.index_add_(0, self.cells[:, elements].flatten(), -values.repeat(ROWS))
         return x
-
-
-def num_cells(n: int, ratio: float) -> int:
-    """Return the number of cells for n elements: at least `ratio` n, in three rows of equal length."""
-    return ROWS * ceil(ratio * n / ROWS)

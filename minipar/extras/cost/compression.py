@@ -5,8 +5,7 @@
 A pass is one read or write of all gradients in memory. Encoding runs on the GPU that runs the backward, so the two do not
 overlap. Messages of compressed gradients overlap with the backward, as uncompressed gradients do; a compressed momentum is
 sent after the backward. So almost every codec pays over a 10 Gb/s link, and none over NVLink. The numbers of passes are
-those of minipar's own code; a fused kernel makes fewer. TAGC is priced as `--compress tagc` sends by default, values and
-indices; its sketches (`--compress.sketch`) are not priced. The loss of quality is not predicted; lesson 14 measures it.
+those of minipar's own code; a fused kernel makes fewer. The loss of quality is not predicted; lesson 14 measures it.
 """
 
 from __future__ import annotations
@@ -207,6 +206,4 @@ def advice(job: Job, layout: Layout, name: str) -> list[str]:
     lines = ["", f"{verdict}; on {layout.name}", f"{'s/step':>8} {'GB sent':>8}  method"]
     rows = [("none", plain_s, plain_bytes), *sorted(others, key=lambda row: row[1])]
     lines += [f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}" for method, seconds, num_bytes in rows]
-    if any(method == "tagc" for method, _, _ in others):
-        lines.append("tagc sends values and indices; its sketches (--compress.sketch) are not priced")
     return lines

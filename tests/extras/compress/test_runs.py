@@ -221,13 +221,6 @@ LOSSY = [
     dict(compress=("topk", {"fraction": 0.2}), dp=2, pp=2, zero=3, model=replace(SMALL, tie_embeddings=True)),
     dict(compress="fp8", dp=2, cp=2, ep=2, zero=3, model=EXPERTS, recompute="full"),
     dict(compress="int8", dp=2, zero=3, dtype="bfloat16"),
-    dict(compress=("tagc", {"sketch": 0.5, "fraction": 0.1}), dp=3, batch_size=6),
-    dict(compress=("tagc", {"sketch": 0.3, "threshold": True}), dp=2, tp=2, zero=2, microbatches=2),
-    dict(
-        compress=("tagc", {"sketch": 0.5, "fraction": 0.2, "threshold": True, "feedback": False}),
-        dp=2,
-        zero=3,
-    ),
     dict(compress=("sign", {"feedback": False}), dp=2),
     dict(compress="fp8", dp=2, dtype="bfloat16", reduce_dtype="float64"),
 ]
@@ -370,16 +363,6 @@ REFUSED = [
     (dict(compress=("diloco", {"every": 3}), checkpoint_every=2), "checkpoint_every=2 is no multiple"),
     (dict(compress=("diloco", {"every": 3}), cp=2), "cp=2 ranks compute one sample together"),
     (dict(compress=("sign", {"node_size": 3}), dp=4), "compress.node_size=3 does not divide"),
-    (dict(compress=("tagc", {"sketch": 1.5})), "compress.sketch=1.5 is no number of floats .* use 0 to 1"),
-    (
-        dict(compress=("tagc", {"threshold": True})),
-        "in messages of one size; use no-threshold, or add compress.sketch",
-    ),
-    (
-        dict(compress=("tagc", {"sketch": 0.1, "fraction": 0.09})),
-        "not even of one rank's: at most 0.0818 can",
-    ),
-    (dict(compress=("tagc", {"sketch": 0.5, "node_size": 2}), dp=4), "node_size=2 sends codes between nodes"),
     (
         dict(compress="onebit-adam", pp=2, model=replace(SMALL, tie_embeddings=True)),
         "copies of the tied embedding would drift",

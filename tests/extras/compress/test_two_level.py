@@ -17,12 +17,10 @@ from minipar.extras.compress import (
     PowerSGD,
     Selective,
     Sign,
-    SketchedMean,
     TopK,
     TwoLevelMean,
     own_gradients,
 )
-from minipar.extras.compress.threshold import choose_by
 from minipar.support.chunks import chunk_sizes
 from tests.examples import examples
 from tests.extras.compress.test_compress import loss_of, net, phase_bytes, vector
@@ -92,7 +90,6 @@ def resumed(world, make):
         partial(CompressedMean, codec=Sign(8)),
         partial(TwoLevelMean, codec=Sign(8), node_size=2),
         partial(PowerSGD, rank=1),
-        partial(SketchedMean, choose=choose_by(True, 0.2), ratio=0.5),
         partial(Selective, compress=partial(CompressedMean, codec=TopK(0.2)), select=lambda key: key == "a"),
     ],
 )

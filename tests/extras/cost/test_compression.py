@@ -60,13 +60,6 @@ def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
     assert list(json.loads(advice(str(slow), "sign", as_json=True))["compress"]) == ["none", "sign"]
 
 
-def test_the_view_says_that_sketches_are_not_priced():
-    unpriced = r"tagc sends values and indices; its sketches (--compress.sketch) are not priced"
-    assert unpriced in advice("h100")
-    assert unpriced in advice("h100", "tagc")
-    assert "sketch" not in advice("h100", "sign")
-
-
 def test_a_layout_that_compression_makes_fastest_is_named(tmp_path, monkeypatch):
     slow = tmp_path / "slow.toml"
     slow.write_text(SLOW)

@@ -290,8 +290,6 @@ def _draw_compress(rng: Random, name: str, steps: int, replicas: int) -> tuple[s
         own["feedback"] = pick([True, True, False])
     if name in ("topk", "tagc"):
         own["fraction"] = pick([0.05, 0.5, 1.0])
-    if name == "tagc":
-        own |= {"sketch": pick([0.0, 0.1, 0.5, 1.0]), "threshold": pick([False, True])}
     if name == "powersgd":
         own["rank"] = pick([1, 4, 48])
     return name, own
