@@ -3,7 +3,6 @@
 codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
 compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimizer and FSDP
-residuals.py           what a rank has not sent of each tensor, also where ranks get the mean of their own pieces only
 compressed_mean.py     the mean over ranks, in two compressed phases
 two_level.py           a mean that is uncompressed inside a node and compressed across nodes
 sketch.py              sums of a sparse vector's elements, from which it is recovered: to be read, in no run

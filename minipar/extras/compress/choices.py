@@ -162,11 +162,6 @@ def _of_gradients(v: Any) -> bool:
     return bool(v.method.averages == "gradient")
 
 
-def _scattered(v: Any) -> bool:
-    """Return whether the mean of compressed gradients is scattered over the ranks."""
-    return _of_gradients(v) and v.zero > 1
-
-
 def _alone(axis: str, needed: Callable[[Any], object], words: str) -> Rule:
     """Return the rule that an axis has one rank where that is needed. `words` say why, with the axis as "AXIS"."""
     return Rule(
@@ -198,23 +193,13 @@ METHOD = (
         "; use float32",
     ),
     Rule(
-        lambda v: _scattered(v) and v.compress == "powersgd",
-        "compress={compress} needs whole matrices of gradients, of which zero={zero} leaves a rank a piece",
-        "; use zero=0 or 1, or another method",
-    ),
-    Rule(
-        lambda v: _scattered(v) and v.node_size is not None,
-        "compress.node_size={node_size} ends in an all-gather, and zero={zero} in a reduce-scatter",
-        "; use none, or zero=1",
-    ),
-    Rule(
-        lambda v: _scattered(v) and v.replicate > 1,
+        lambda v: _of_gradients(v) and v.replicate > 1,
         "compress={compress} replaces the reduce-scatter, and replicate={replicate} adds an all-reduce between the copies "
         "of a shard",
         "; use replicate=1",
     ),
     Rule(
-        lambda v: _scattered(v) and v.reduce_every == "microbatch",
+        lambda v: _of_gradients(v) and v.zero > 1 and v.reduce_every == "microbatch",
         "compress={compress} would round every microbatch",
         "; use reduce_every=step",
     ),

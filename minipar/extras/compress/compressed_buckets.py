@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.comm.transport.stream import Handle, Pending
 from minipar.data_parallel.arguments import CommOf, function_of_parameter
-from minipar.data_parallel.flat_layout import Layout, slice_of_chunk
+from minipar.data_parallel.flat_layout import Layout
 from minipar.data_parallel.reductions import BucketReduction, reduce_plainly
-from minipar.extras.compress.plain_mean import Compressor, Tensors
+from minipar.extras.compress.plain_mean import Compressor
 from minipar.mesh import placement_of, set_placement
-from minipar.support.chunks import bounds, chunk_sizes
 
 
 class Compressors:
@@ -58,16 +56,14 @@ class Averages(Compressors):
 class CompressedBuckets(Compressors):
     """The `reduce_bucket` of DDP, ZeroOptimizer or FSDP that sends the messages of compressors.
 
-    make      a function from Comm to its compressor
-    scatters  True: where a rank keeps a chunk of the means, a compressor that can scatter sends only that. False: it sends
-              all means to every rank, so that ZeRO-1 gives DDP's bits
+    make  a function from Comm to its compressor
 
-    On one rank nothing is compressed.
+    All means go to every rank, also where it keeps only a chunk of them: every ZeRO stage has DDP's bits and bytes. On one
+    rank nothing is compressed.
     """
 
-    def __init__(self, make: Callable[[Comm], Compressor], scatters: bool = True):
+    def __init__(self, make: Callable[[Comm], Compressor]):
         super().__init__(make)
-        self.scatters = scatters
         self._stand_ins: dict[Tensor, Tensor] = {}
 
     def __call__(self, reduction: BucketReduction) -> Pending:
@@ -75,11 +71,9 @@ class CompressedBuckets(Compressors):
             return reduce_plainly(reduction)
         compressor = self.of(reduction.comm)
         layout = {self.key(param): place for param, place in reduction.layout.items()}
-        scatters = reduction.sizes is not None and self.scatters and compressor.scatters
-        kind = "compressed_reduce_scatter" if scatters else "compressed_all_reduce"
-        average = partial(_scatter if scatters else _average, compressor, reduction, layout)
+        average = partial(_average, compressor, reduction, layout)
         with reduction.comm.saying(reduction.label):
-            handle: Pending = reduction.comm.custom(kind, average, async_op=True)
+            handle: Pending = reduction.comm.custom("compressed_all_reduce", average, async_op=True)
         return handle
 
     def key(self, param: Tensor) -> Tensor:
@@ -117,39 +111,3 @@ def _own_part(reduction: BucketReduction) -> Tensor:
     """Return `flat` or, where `sizes` are given, a copy of this rank's chunk."""
     flat, sizes = reduction.flat, reduction.sizes
     return flat if sizes is None else flat.split(list(sizes))[reduction.comm.rank].clone()
-
-
-@torch.no_grad()
-def _scatter(compressor: Compressor, reduction: BucketReduction, layout: Layout) -> Tensor:
-    """Return this rank's chunk of the means or sums, with zeros in the padding. A chunk's end may cut a gradient."""
-    comm, flat, sizes = reduction.comm, reduction.flat, reduction.sizes
-    assert sizes is not None
-    means = compressor.scattered_means(parts_by_rank(flat, layout, sizes))
-    start = sum(sizes[: comm.rank])
-    chunk = flat.new_zeros(sizes[comm.rank])
-    for key, mean in means.items():
-        place = chunk[slice_of_chunk(*layout[key], (start, start + len(chunk)))]
-        place.copy_(mean if reduction.op == "mean" else mean * comm.size)
-    return chunk
-
-
-def parts_by_rank(flat: Tensor, layout: Layout, sizes: Sequence[int]) -> list[dict[Tensor, Tensor]]:
-    """Return, for each rank, the pieces of the gradients in its chunk of `flat`, without empty ones."""
-    return _cut_at({key: (start, flat[start : start + n]) for key, (start, n) in layout.items()}, sizes)
-
-
-def chunked(tensors: Tensors, p: int) -> list[dict[Any, Tensor]]:
-    """Return, for each of p ranks, the pieces of the tensors in its chunk of all elements, without empty ones."""
-    starts = bounds([x.numel() for x in tensors.values()])
-    placed = {key: (start, x.flatten()) for (key, x), start in zip(tensors.items(), starts)}
-    return _cut_at(placed, chunk_sizes(starts[-1], p))
-
-
-def _cut_at(placed: Mapping[Any, tuple[int, Tensor]], sizes: Sequence[int]) -> list[dict[Any, Tensor]]:
-    parts: list[dict[Any, Tensor]] = [{} for _ in sizes]
-    ends = bounds(sizes)[1:-1]
-    for key, (start, x) in placed.items():
-        for part, piece in zip(parts, x.tensor_split([min(max(end - start, 0), len(x)) for end in ends])):
-            if len(piece):
-                part[key] = piece
-    return parts

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec, require_finite
-from minipar.extras.compress.compressed_buckets import chunked
 from minipar.extras.compress.plain_mean import Compressor, Means, State, Tensors, cut, fused, unfused
-from minipar.extras.compress.residuals import Residuals
 from minipar.support.chunks import chunk_sizes
 
 
@@ -27,68 +24,47 @@ class CompressedMean(Compressor):
     Raises ArithmeticError if a tensor has nan or inf.
     Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in DeepSpeed's two phases. In DeepSpeed a rank has
     one scale for all p chunks, and sends it by another all-gather; here each chunk has its own scale.
-
-    Under ZeRO-2 and -3 a rank keeps only the mean of its own chunk. `scattered_means` does just the first phase for this:
-    it sends half of the bytes, and does not encode the mean. ZeRO++ reduce-scatters gradients in the same way, with
-    block-quantized integers and without feedback: arXiv:2306.10209, section 3.3.
+    ZeRO++ does the first phase alone, as its reduce-scatter, with block-quantized integers and without feedback:
+    arXiv:2306.10209, section 3.3.
     """
-
-    scatters = True
 
     def __init__(self, comm: Comm, codec: Codec, error_feedback: bool = True):
         self.comm = comm
         self.codec, self.error_feedback = codec, error_feedback
-        self.worker = Residuals()  # the error of this rank's vectors
-        self.server: dict[
-            Any, Tensor
-        ] = {}  # by the keys of a message: the error of the mean of this rank's chunk
-        self._of_mean: dict[Any, Tensor] = {}  # loaded errors of means, until a chunk of them is this rank's
+        self.worker: Means = {}  # by key: what this rank has not sent of its tensor
+        self.server: Means = {}  # by the keys of a message: the error of the mean of this rank's chunk
+        self._of_mean: Means = {}  # loaded errors of means, until a chunk of them is this rank's
 
     def _means(self, tensors: Tensors) -> Means:
-        group, parts = tuple(tensors), chunked(tensors, self.comm.size)
-        mean, sizes = self._own_mean(parts), [sum(map(len, part.values())) for part in parts]
+        rank, group, wanted = self.comm.rank, tuple(tensors), fused(tensors)
+        require_finite(wanted, "a gradient")
+        for key, x in cut(wanted, tensors).items():
+            x += self.worker.get(key, 0)
+        sizes = chunk_sizes(len(wanted), self.comm.size)
+        lengths = [self.codec.num_bytes(n) if n else 0 for n in sizes]
+        payloads = [self._encoded(x) for x in wanted.split(sizes)]
+        if self.error_feedback:
+            self.worker |= cut(wanted - self._decoded(payloads, sizes), tensors)
+        own = [lengths[rank]] * self.comm.size
+        received = self.comm.all_to_all(torch.cat(payloads), lengths, own).split(own)
+        mean = torch.stack([self._decoded([x], sizes[rank : rank + 1]) for x in received]).mean(0)
         require_finite(mean, "a mean of gradients")
         if any(key in self._of_mean for key in group):
             whole = {key: self._of_mean.pop(key, torch.zeros_like(x)) for key, x in tensors.items()}
-            self.server[group] = fused(whole).split(sizes)[self.comm.rank].clone()
+            self.server[group] = fused(whole).split(sizes)[rank].clone()
         mean += self.server.get(group, 0)
-        own = self._encoded(mean)
+        payload = self._encoded(mean)
         if self.error_feedback:
-            self.server[group] = mean - self._decoded(own, len(mean))
-        lengths = [self._num_bytes(n) for n in sizes]
-        payloads = self.comm.all_gather(own, lengths).split(lengths)
-        return unfused(torch.cat([self._decoded(x, n) for x, n in zip(payloads, sizes)]), tensors)
-
-    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
-        """Send to each other rank the codec's bytes for its pieces."""
-        while self._of_mean:  # the mean is not encoded here, so every rank sends the rest of it
-            key, x = self._of_mean.popitem()
-            self.worker.residuals[key] = self.worker.residuals[key] + x
-        return self._own_mean(parts)
-
-    def _own_mean(self, parts: Sequence[Tensors]) -> Tensor:
-        """Return the mean over ranks of this rank's pieces, fused."""
-        p, rank = self.comm.size, self.comm.rank
-        wanted = self.worker.added_to(parts)
-        payloads = [self._encoded(x) for x in wanted]
-        if self.error_feedback:
-            for x, payload in zip(wanted, payloads):
-                x -= self._decoded(payload, len(x))
-            self.worker.keep(parts, wanted)
-        sizes = [len(x) for x in payloads]
-        received = self.comm.all_to_all(torch.cat(payloads), sizes, [sizes[rank]] * p)
-        return torch.stack([self._decoded(x, len(wanted[rank])) for x in received.view(p, sizes[rank])]).mean(
-            0
-        )
-
-    def _num_bytes(self, n: int) -> int:
-        return self.codec.num_bytes(n) if n else 0
+            self.server[group] = mean - self._decoded([payload], sizes[rank : rank + 1])
+        payloads = self.comm.all_gather(payload, lengths).split(lengths)
+        return unfused(self._decoded(payloads, sizes), tensors)
 
     def _encoded(self, x: Tensor) -> Tensor:
         return self.codec.encode(x) if len(x) else x.to(torch.uint8)
 
-    def _decoded(self, payload: Tensor, n: int) -> Tensor:
-        return self.codec.decode(payload, n) if n else payload.float()
+    def _decoded(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        found = [self.codec.decode(x, n) if n else x.float() for x, n in zip(payloads, sizes)]
+        return torch.cat(found)
 
     # Its state --------------------------------------------------------------------------------------------------
 
@@ -99,10 +75,10 @@ class CompressedMean(Compressor):
         The mean of "residual" over ranks, plus "residual_of_mean", is all that was not sent. All-gathers 4 bytes per
         element.
         """
-        found = self.worker.state()
+        found = {key: {"residual": x} for key, x in self.worker.items()}
         for group, error in self.server.items():
-            like = {key: self.worker.residuals[key] for key in group}
-            sizes = chunk_sizes(sum(map(len, like.values())), self.comm.size)
+            like = {key: self.worker[key] for key in group}
+            sizes = chunk_sizes(sum(x.numel() for x in like.values()), self.comm.size)
             for key, part in cut(self.comm.all_gather(error, sizes), like).items():
                 found[key]["residual_of_mean"] = part
         for key, x in self._of_mean.items():
@@ -112,6 +88,6 @@ class CompressedMean(Compressor):
     def load(self, state: State) -> None:
         """Load a result of `state`. If the number of ranks has changed, pass every rank the mean of all "residual"s."""
         for key, own in state.items():
-            self.worker.residuals[key] = own["residual"].flatten()
+            self.worker[key] = own["residual"]
             if "residual_of_mean" in own:
-                self._of_mean[key] = own["residual_of_mean"].flatten()
+                self._of_mean[key] = own["residual_of_mean"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from minipar.extras.compress.run_state import Compressed, means_in_one_process
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import update_balance_bias
 from minipar.runtime.launch import run
-from minipar.support.chunks import bounds
 from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.data.text import Text, batch_of
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate
@@ -66,29 +65,13 @@ class _Recorded(Compressor):
 
     def __init__(self, compressor: Compressor, comm: Comm, is_compressed: bool, messages: list[Average]):
         self.compressor, self.comm, self.messages = compressor, comm, messages
-        self.is_compressed, self.scatters = is_compressed, compressor.scatters
-
-    def _record(
-        self, params: Iterable[Tensor], given: list[Tensor], got: list[Tensor], cuts: Any = None
-    ) -> None:
-        places = [placement_of(p) for p in params]
-        self.messages.append(
-            Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, got, cuts)
-        )
+        self.is_compressed = is_compressed
 
     def means(self, tensors: Keyed) -> Means:
         given = [x.clone() for x in tensors.values()]
         means = self.compressor.means(tensors)
-        self._record(tensors, given, [means[p].clone() for p in tensors])
-        return means
-
-    def scattered_means(self, parts: Sequence[Keyed]) -> Means:
-        params = list(dict.fromkeys(chain.from_iterable(parts)))
-        pieces = {p: [part[p].clone() for part in parts if p in part] for p in params}
-        ends = [bounds([len(part.get(p, ())) for part in parts]) for p in params]
-        cuts = [[(at[rank], at[rank + 1]) for at in ends] for rank in range(len(parts))]
-        means = self.compressor.scattered_means(parts)
-        self._record(params, [torch.cat(pieces[p]).view(p.shape) for p in params], [], cuts)
+        places, got = [placement_of(p) for p in tensors], [means[p].clone() for p in tensors]
+        self.messages.append(Average(self.comm.name, self.comm.ranks, self.is_compressed, places, given, got))
         return means
 
 

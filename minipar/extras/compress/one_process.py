@@ -23,7 +23,6 @@ class Average(NamedTuple):
 
     comm           the name of the Comm: experts may have one of their own with the same ranks
     is_compressed  False for a plain mean
-    cuts           None, or for each rank the ranges (from, to) of the flattened tensors whose mean only that rank got
     """
 
     comm: str
@@ -32,7 +31,6 @@ class Average(NamedTuple):
     placements: list[Placement]
     given: list[Tensor]
     got: list[Tensor]
-    cuts: list[list[tuple[int, int]]] | None = None
 
 
 class OneProcessMeans:
@@ -74,15 +72,6 @@ class OneProcessMeans:
         if self.rank:
             for i in chosen:
                 means[i] = self._by_powers((key, i), [xs[i] for xs in given])
-        elif chosen and first.cuts is not None:
-            for r, cuts in enumerate(first.cuts):
-                at = {i: slice(*cuts[i]) for i in chosen}
-                vectors = [torch.cat([xs[i].flatten()[at[i]] for i in chosen]) for xs in given]
-                pieces = [means[i].view(-1)[at[i]] for i in chosen]
-                for piece, mean in zip(
-                    pieces, self._to_one_rank((key, r), vectors).split([*map(len, pieces)])
-                ):
-                    piece.copy_(mean)
         elif chosen:
             flat = self._to_all(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
             for i, part in zip(chosen, flat.split([means[i].numel() for i in chosen])):
@@ -103,12 +92,9 @@ class OneProcessMeans:
         """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
         means = []
         for r, own in enumerate(_chunks(xs, len(xs))):
-            means.append(self._sent((key, "mean", r), self._to_one_rank((key, r), own)))
+            mean = torch.stack([self._sent((key, r, rank), x) for rank, x in enumerate(own)]).mean(0)
+            means.append(self._sent((key, "mean", r), mean))
         return torch.cat(means)
-
-    def _to_one_rank(self, key: object, xs: list[Tensor]) -> Tensor:
-        """Return the mean of what all ranks send to one of them."""
-        return torch.stack([self._sent((key, rank), x) for rank, x in enumerate(xs)]).mean(0)
 
     def _sent(self, key: object, x: Tensor) -> Tensor:
         """Encode and decode x plus the residual. Keep the error as the new residual."""

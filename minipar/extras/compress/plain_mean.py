@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,18 +18,13 @@ State = dict[Any, dict[str, Tensor]]  # by key and name
 class Compressor:
     """Averages tensors over the ranks of one Comm, sending fewer bytes than an all-reduce. The base has no state.
 
-    means            returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the
-                     same keys in the same order, in every step, because a tensor's residual is found by its key
-    scatters         whether it can also replace a reduce-scatter, by the next function
-    scattered_means  for each rank, {key: the flat piece of its tensor that the rank keeps} -> this rank's pieces of the
-                     means. A tensor is cut wherever a rank's chunk ends; then several ranks have a piece of it. Keys and
-                     sizes must not change between steps
-    state            returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this
-                     rank's own, with the elements of the tensor with that key; all others are the same on every rank
-    load             loads a state; must be called before the first `means`
+    means   returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the same
+            keys in the same order, in every step, because a tensor's residual is found by its key
+    state   returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this rank's
+            own, with the elements of the tensor with that key; all others are the same on every rank
+    load    loads a state; must be called before the first `means`
     """
 
-    scatters = False
     comm: Comm
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
@@ -41,17 +36,8 @@ class Compressor:
         sent = {key: x for key, x in tensors.items() if x.numel()}
         return {**tensors, **(self._means(sent) if sent and self.comm.size > 1 else {})}
 
-    @torch.no_grad()
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        own = parts[self.comm.rank]
-        return dict(own) if self.comm.size == 1 or not any(parts) else unfused(self._scattered(parts), own)
-
     def _means(self, tensors: Tensors) -> Means:
         """Return the means of one or more tensors over two or more ranks."""
-        raise NotImplementedError
-
-    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
-        """Return the means of this rank's pieces, fused, over two or more ranks."""
         raise NotImplementedError
 
     def state(self) -> State:
@@ -69,13 +55,6 @@ class PlainMean(Compressor):
 
     def _means(self, tensors: Tensors) -> Means:
         return unfused(self.comm.all_reduce(fused(tensors), "mean"), tensors)
-
-    def _scattered(self, parts: Sequence[Tensors]) -> Tensor:
-        """Reduce-scatter; sends (p-1)/p of the bytes of all pieces, if each rank keeps equally many elements."""
-        sizes = [sum(map(len, part.values())) for part in parts]
-        flat = torch.cat([widened(x) for part in parts for x in part.values()])
-        mean: Tensor = self.comm.reduce_scatter(flat, "mean", sizes)
-        return mean
 
 
 def fused(tensors: Tensors) -> Tensor:

@@ -77,7 +77,7 @@ class Compressed(Averager):
         self._reduce: ReduceBucket = own_gradients
         self.reduce_bucket = self._reduce_bucket
         if config.choice("compress").averages == "gradient":
-            self._reduce = buckets = CompressedBuckets(_selective(config), scatters=config.zero > 1)
+            self._reduce = buckets = CompressedBuckets(_selective(config))
             self.compressors.append(buckets)
 
     def _reduce_bucket(self, reduction: BucketReduction) -> Pending:

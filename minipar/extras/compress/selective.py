@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from minipar.comm import Comm
@@ -26,22 +26,12 @@ class Selective(Compressor):
     def __init__(self, comm: Comm, compress: Callable[[Comm], Compressor], select: Callable[[Any], bool]):
         self.comm, self.select = comm, select
         self.compressor, self.plain = compress(comm), PlainMean(comm)
-        self.scatters = self.compressor.scatters
 
     def means(self, tensors: Tensors) -> Means:
-        chosen, others = self._divide(tensors)
+        chosen = {key: x for key, x in tensors.items() if self.select(key)}
+        others = {key: x for key, x in tensors.items() if key not in chosen}
         found = self.compressor.means(chosen) | self.plain.means(others)
         return {key: found[key] for key in tensors}
-
-    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means over ranks of this rank's pieces, compressed or not. Sends half as much as `means`."""
-        chosen, others = zip(*map(self._divide, parts))
-        found = self.compressor.scattered_means(chosen) | self.plain.scattered_means(others)
-        return {key: found[key] for key in parts[self.comm.rank]}
-
-    def _divide(self, tensors: Tensors) -> tuple[Means, Means]:
-        chosen = {key: x for key, x in tensors.items() if self.select(key)}
-        return chosen, {key: x for key, x in tensors.items() if key not in chosen}
 
     def state(self) -> State:
         return self.compressor.state()

@@ -71,8 +71,7 @@ class Compressed(NamedTuple):
 def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
     """Return the methods that this layout can use: with ZeRO only those that compress gradients.
 
-    PowerSGD needs complete matrices, which ZeRO-2 and -3 cut. A reduction after every microbatch is not compressed, nor the
-    second reduction of hybrid sharding.
+    A reduction after every microbatch is not compressed, nor the second reduction of hybrid sharding.
     """
     reduces_often = layout.zero > 1 and how.reduce_every == "microbatch"
     if layout.dp * layout.cp == 1 or reduces_often or (layout.zero == 3 and how.replicate > 1):
@@ -83,7 +82,6 @@ def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
         *local,
         *whole,
         *(NEEDS_ZERO0 if layout.zero else ()),
-        *(["powersgd"] if layout.zero > 1 else ()),
     )
     return [name for name in CODECS if name not in refused]
 
@@ -91,8 +89,6 @@ def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
 def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name: str) -> Compressed:
     """Return the mean cost per step of a method after the warm-up, for a rank with (dense, expert) elements `elems`."""
     machine, codec = job.machine, CODECS[name]
-    scatters = layout.zero > 1  # the first phase is enough: a rank needs the mean of its own chunk only
-    phases, plain = (codec.phases[:1], "reduce_scatter") if scatters else (codec.phases, "all_reduce")
     messages = codec_s = sent = 0.0
     for axis, number in zip(("dp", "edp"), elems):
         links = axis_links(machine, layout, axis, job.implementation.fold_experts)
@@ -100,14 +96,13 @@ def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name:
             continue
         few, whole = _elements(job, name, number)
         num_bytes = few * _bytes_of(job, layout, codec)
-        for kind in phases:
+        for kind in codec.phases:
             messages += codec.share * collective_s(machine, links, kind, num_bytes)
             rounds = 2 if kind == "all_reduce" else 1
             sent += codec.share * rounds * (links.size - 1) / links.size * num_bytes
         if whole:
-            rounds = 1 if scatters else 2
-            messages += collective_s(machine, links, plain, whole * job.bytes_of.gradient)
-            sent += rounds * (links.size - 1) / links.size * whole * job.bytes_of.gradient
+            messages += collective_s(machine, links, "all_reduce", whole * job.bytes_of.gradient)
+            sent += 2 * (links.size - 1) / links.size * whole * job.bytes_of.gradient
         codec_s += codec.passes * 4 * few / machine.hbm_bytes_per_s
     return Compressed(messages, codec_s, sent)
 

@@ -11,18 +11,15 @@ from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.extras.compress import CompressedMean, Sign
 from minipar.extras.compress.choices import Method
-from minipar.extras.compress.compressed_buckets import parts_by_rank
 from minipar.extras.compress.lossy_reference import lossy_rows
 from minipar.extras.compress.run_state import KIND
 from minipar.mesh import Mesh, placement_of
 from minipar.train import train
-from minipar.train.checkpoint.initial_weights import whole_model
 from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 from minipar.train.data.text import load_data
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.train.verification.verify import _observe_rank, table, verify
-from tests.extras.compress.test_compress import phase_bytes
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16)
 BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=6, warmup=2, verify_steps=0, trace_steps=0)
@@ -101,82 +98,44 @@ def test_what_loses_nothing_has_the_numbers_of_one_process(options):
     assert result.equal, result.first_divergence
 
 
-def scattered_run(world, config, text):
-    """Bytes that a rank sent to reduce a step's gradients, their formula, and the bytes of the residuals that it holds."""
-    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
-    train_step(world, state, config, text, 0)
-    (buckets,) = state.averaging.compressors
-    (comm,) = buckets.by_comm
-    comm.traffic.reset()
-    train_step(world, state, config, text, 1)
-    (selective,) = buckets.by_comm.values()
-    formula = 0
-    if config.zero == 2:
-        buffers = [(bucket.layout, len(bucket.flat)) for bucket in state.optimizer.buckets]
-    else:
-        buffers = [
-            (flat.layout, flat.size)
-            for stage in state.pipeline.stages.values()
-            for flat in stage.module.flats
-        ]
-    for layout, length in buffers:
-        parts = parts_by_rank(torch.empty(length), layout, [length // comm.size] * comm.size)
-        dims = {p: len(placement_of(p).length) for p in layout}
-        chosen = [sum(x.numel() for p, x in part.items() if dims[p] > 1) for part in parts]
-        others = [sum(x.numel() for p, x in part.items() if dims[p] == 1) for part in parts]
-        formula += phase_bytes(selective.compressor.codec, chosen, comm.rank)[0]
-        formula += sum(4 * n for r, n in enumerate(others) if r != comm.rank)
-    residuals = sum(x.nbytes for x in selective.compressor.worker.residuals.values())
-    return comm.traffic.by_kind["compressed_reduce_scatter"], formula, residuals
+def turned(self, tensors):
+    """Read every tensor backwards."""
+    return kept_means(self, {p: x.flip(0) for p, x in tensors.items()})
 
 
-@pytest.mark.parametrize(("zero", "feedback"), [(2, True), (2, False), (3, True), (3, False)])
-def test_zero_2_and_3_send_codes_to_who_keeps_the_mean(zero, feedback):
-    config = config_of("int8", {"feedback": feedback}, dp=2, zero=zero, algorithm="ring")
-    matrices = sum(p.numel() for p in whole_model(config).parameters() if p.dim() > 1)
-    for sent, formula, residuals in minipar.run(scattered_run, config, load_data(BASE)[0], world_size=2):
-        assert sent == formula
-        assert residuals == (4 * matrices if feedback else 0)
-
-
-def turned_pieces(self, parts):
-    """Read every piece backwards."""
-    return kept_scattered_means(self, [{p: x.flip(0) for p, x in part.items()} for part in parts])
-
-
-def forgotten_residual(self, parts):
+def forgotten_residual(self, tensors):
     """Forget what was not sent, though feedback is on."""
-    self.worker.residuals.clear()
-    return kept_scattered_means(self, parts)
+    self.worker.clear()
+    return kept_means(self, tensors)
 
 
-def own_gradient(self, parts):
+def own_gradient(self, tensors):
     """Keep this rank's own gradient in place of the mean."""
-    kept_scattered_means(self, parts)
-    return parts[self.comm.rank]
+    kept_means(self, tensors)
+    return dict(tensors)
 
 
-kept_scattered_means = CompressedMean.scattered_means
+kept_means = CompressedMean.means
 
 
 FAULTS = {
-    kept_scattered_means: None,
-    turned_pieces: "averages, step 0",
+    kept_means: None,
+    turned: "averages, step 0",
     forgotten_residual: "averages, step 1",
     own_gradient: "averages, step 0",
 }
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero, fault):
+def test_faults_of_a_compressed_mean_are_noticed(zero, fault):
     def faulty(world, config, text, fault):
-        CompressedMean.scattered_means = fault
+        CompressedMean.means = fault
         try:
             return _observe_rank(world, config, text)
         finally:
-            CompressedMean.scattered_means = kept_scattered_means
+            CompressedMean.means = kept_means
 
     config = config_of("int8", dp=2, zero=zero, steps=2, dtype="float64", batch_size=2)
     text = load_data(config)[0]
@@ -217,6 +176,8 @@ LOSSY = [
     ),
     dict(compress="tagc", dp=2, zero=2, optimizer="muon"),
     dict(compress="int8", dp=3, batch_size=6, zero=3),
+    dict(compress="powersgd", dp=2, tp=2, zero=2),
+    dict(compress=("powersgd", {"rank": 2}), dp=3, batch_size=6, zero=3),
     dict(compress=("sign", {"warmup": 1}), dp=2, tp=2, zero=3, microbatches=2, offload="cpu"),
     dict(compress=("topk", {"fraction": 0.2}), dp=2, pp=2, zero=3, model=replace(SMALL, tie_embeddings=True)),
     dict(compress="fp8", dp=2, cp=2, ep=2, zero=3, model=EXPERTS, recompute="full"),
@@ -340,11 +301,6 @@ REFUSED = [
         dict(compress="sign", zero=3, dp=4, replicate=2),
         "replaces the reduce-scatter, and replicate=2 adds an all-reduce .* use replicate=1",
     ),
-    (
-        dict(compress="powersgd", zero=2),
-        "needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1",
-    ),
-    (dict(compress=("int8", {"node_size": 2}), zero=3, dp=4), "compress.node_size=2 ends in an all-gather"),
     (
         dict(compress="int8", zero=2, reduce_every="microbatch"),
         "would round every microbatch; use reduce_every=step",

@@ -150,7 +150,7 @@ def test_tensors_that_are_not_chosen_are_exact():
 def trained(world, compress, zero):
     model = net()
     adam = dict(lr=1e-2)
-    buckets = None if compress is None else CompressedBuckets(compress, scatters=False)
+    buckets = None if compress is None else CompressedBuckets(compress)
     if zero:
         wrapped = model
         optimizer = ZeroOptimizer(
