@@ -88,7 +88,7 @@ def test_flags_win_over_a_files_choice_and_over_its_options(tmp_path):
 
     assert given() == {"rank": 2, "warmup": 3}
     assert given("--compress", "powersgd") == {"rank": 2, "warmup": 3}
-    assert given("--compress", "topk") == {"warmup": 0, "node_size": None, "feedback": True, "fraction": 0.01}
+    assert given("--compress", "topk") == {"warmup": 0, "fraction": 0.01}
     assert given("--compress=none") is None
     with pytest.raises(ValueError, match="--compress.fraction is for compress=tagc or topk, and compress=po"):
         given("--compress.fraction", "0.1")

@@ -4,7 +4,6 @@ codecs.py              encode a vector in few bytes and decode it: sign, int8, f
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
 compressed_buckets.py  compressors in place of the reductions of DDP, ZeroOptimizer and FSDP
 compressed_mean.py     the mean over ranks, in two compressed phases
-two_level.py           a mean that is uncompressed inside a node and compressed across nodes
 sketch.py              sums of a sparse vector's elements, from which it is recovered: to be read, in no run
 selective.py           a mean that is compressed for some layers only
 power_sgd.py           the mean of a matrix as a product of two thin factors
@@ -44,7 +43,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
         "sketch": ["Sketch"],
-        "two_level": ["TwoLevelMean"],
         "zero_one_adam": ["ZeroOneAdam"],
     },
 )

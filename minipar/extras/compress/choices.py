@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from minipar.config.choices import Averaging
 from minipar.config.rules import Rule, check, view_of
-from minipar.support.errors import divisors, one_of, require_divides
+from minipar.support.errors import divisors, one_of
 from minipar.support.options import option
 
 WARMUP = "number of first steps without compression"
-NODE_SIZE = "compress only between nodes of this many dp x cp ranks; none: between all ranks"
 EVERY = "number of local steps after which the replicas synchronise"
 
 
@@ -21,11 +20,6 @@ class CodecOptions:
     """The options of a method that encodes gradients."""
 
     warmup: int = option(0, WARMUP)
-    node_size: int | None = option(None, NODE_SIZE)
-    feedback: bool = option(
-        True,
-        "add what was not sent to the next step's gradients, for 4 bytes a parameter on every rank; no-feedback forgets it",
-    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,6 @@ class MomentumOptions:
     """The options of a method that sends the signs of a momentum."""
 
     warmup: int = option(30, WARMUP)
-    node_size: int | None = option(None, NODE_SIZE)
 
 
 @dataclass(frozen=True)
@@ -89,22 +82,13 @@ class Method(Averaging):
         self.averages, self.replaces = averages, replaces
         self.steps_locally = hasattr(options, "every")
         self.begins_anew = averages == "gradient"
-        self.kept = tuple(name for name in ("node_size", "rank", "feedback") if hasattr(options, name))
-        if options is PowerSGDOptions:
-            self.kept += ("tp",)
+        self.kept = ("rank", "tp") if options is PowerSGDOptions else ()
 
     def check(self, config: Any) -> None:
         own, of = config.options["compress"], f"compress={config.compress}"
-        node_size = getattr(own, "node_size", None)
-        check(
-            view_of(config, method=self, least=1 if self.averages == "momentum" else 0, **vars(own)), OPTIONS
-        )
-        check(
-            view_of(config, method=self, node_size=node_size, mixed_precision=config.mixed_precision), METHOD
-        )
-        if node_size is not None:
-            ranks = _ranks_of_a_parameter(config) // config.ep
-            require_divides("compress.node_size", node_size, "the ranks of a parameter (dp*cp/ep)", ranks)
+        least = 1 if self.averages == "momentum" else 0
+        check(view_of(config, method=self, least=least, **vars(own)), OPTIONS)
+        check(view_of(config, method=self, mixed_precision=config.mixed_precision), METHOD)
         for name in ("steps", "checkpoint_every"):
             if self.steps_locally and (value := getattr(config, name)) % own.every:
                 raise ValueError(
@@ -134,7 +118,7 @@ class Method(Averaging):
             return True
         if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
             return True
-        return self.averages == "gradient" and _ranks_of_a_parameter(config) == 1
+        return self.averages == "gradient" and config.dp * config.cp == 1
 
 
 def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:
@@ -217,11 +201,6 @@ METHOD = (
     *(_alone(axis, lambda v: v.method.steps_locally, SAMPLE) for axis in ("cp", "ep")),
     *(_alone(axis, lambda v: v.compress == "onebit-lamb", LAYER) for axis in ("tp", "ep")),
 )
-
-
-def _ranks_of_a_parameter(config: Any) -> int:
-    """Return the number of ranks over which a dense gradient is averaged."""
-    return int(config.dp * config.cp)
 
 
 SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per block")

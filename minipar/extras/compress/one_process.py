@@ -1,7 +1,7 @@
 """The averages of `--compress`, computed in one process from the tensors of all ranks, without messages.
 
-`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py and
-power_sgd.py compute; these files name the sources.
+`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py and power_sgd.py
+compute; these files name the sources.
 """
 
 from __future__ import annotations
@@ -36,25 +36,17 @@ class Average(NamedTuple):
 class OneProcessMeans:
     """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
 
-    is_compressed   a function from a tensor's placement to whether it is compressed, or averaged exactly
-    error_feedback  True: what a codec lost is added to the next vector
-
-    One of:
-
-    codec           encodes a vector; with node_size only between nodes of this many ranks
-    rank            the rank of PowerSGD's factors
+    is_compressed  a function from a tensor's placement to whether it is compressed, or averaged exactly
+    codec or rank  encodes a vector, or the rank of PowerSGD's factors
     """
 
     def __init__(
         self,
         is_compressed: Callable[[Placement], bool],
         codec: Codec | None = None,
-        node_size: int | None = None,
         rank: int = 0,
-        error_feedback: bool = True,
     ):
-        self.is_compressed, self.codec, self.node_size, self.rank = is_compressed, codec, node_size, rank
-        self.error_feedback = error_feedback
+        self.is_compressed, self.codec, self.rank = is_compressed, codec, rank
         self._residuals: dict[object, Tensor] = {}
         self._factors: dict[object, Tensor] = {}
 
@@ -73,25 +65,15 @@ class OneProcessMeans:
             for i in chosen:
                 means[i] = self._by_powers((key, i), [xs[i] for xs in given])
         elif chosen:
-            flat = self._to_all(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
+            flat = self._two_phases(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
             for i, part in zip(chosen, flat.split([means[i].numel() for i in chosen])):
                 means[i] = part.view(means[i].shape)
         return [mean.to(x.dtype) for mean, x in zip(means, first.given)]
 
-    def _to_all(self, key: object, xs: list[Tensor]) -> Tensor:
-        """Return the mean [n] of vectors [n], between nodes if they are given."""
-        if self.node_size is None:
-            return self._two_phases(key, xs)
-        nodes = [torch.stack(xs[i : i + self.node_size]).mean(0) for i in range(0, len(xs), self.node_size)]
-        if len(nodes) == 1:
-            return nodes[0]
-        parts = _chunks(nodes, self.node_size)
-        return torch.cat([self._two_phases((key, i), part) for i, part in enumerate(parts)])
-
     def _two_phases(self, key: object, xs: list[Tensor]) -> Tensor:
         """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
         means = []
-        for r, own in enumerate(_chunks(xs, len(xs))):
+        for r, own in enumerate(zip(*(x.split(chunk_sizes(len(x), len(xs))) for x in xs))):
             mean = torch.stack([self._sent((key, r, rank), x) for rank, x in enumerate(own)]).mean(0)
             means.append(self._sent((key, "mean", r), mean))
         return torch.cat(means)
@@ -103,8 +85,7 @@ class OneProcessMeans:
         assert self.codec is not None
         wanted = x + self._residuals.get(key, 0)
         sent = self.codec.decode(self.codec.encode(wanted), len(x))
-        if self.error_feedback:
-            self._residuals[key] = wanted - sent
+        self._residuals[key] = wanted - sent
         return sent
 
     def _by_powers(self, key: object, xs: list[Tensor]) -> Tensor:
@@ -123,8 +104,3 @@ class OneProcessMeans:
         for r, x in enumerate(wanted):
             self._residuals[key, r] = x - sent
         return sent.view(shape)
-
-
-def _chunks(xs: list[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut vectors into chunks; return for each chunk the pieces of all vectors."""
-    return [list(own) for own in zip(*(x.split(chunk_sizes(len(x), count)) for x in xs))]

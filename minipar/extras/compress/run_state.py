@@ -34,7 +34,6 @@ from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import Compressor, State
 from minipar.extras.compress.power_sgd import PowerSGD
 from minipar.extras.compress.selective import Selective
-from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
 from minipar.train.averaging import Averager
@@ -161,11 +160,7 @@ def _vector_compressor(config: TrainConfig) -> tuple[type[Compressor], dict[str,
     own = config.options["compress"]
     if config.compress == "powersgd":
         return PowerSGD, {"rank": own.rank}
-    # Feedback is an option of methods that encode gradients, and always on for momenta.
-    feedback = {"error_feedback": getattr(own, "feedback", True)}
-    if own.node_size is not None:
-        return TwoLevelMean, {"codec": _codec(config), "node_size": own.node_size, **feedback}
-    return CompressedMean, {"codec": _codec(config), **feedback}
+    return CompressedMean, {"codec": _codec(config)}
 
 
 def _codec(config: TrainConfig) -> Codec:

@@ -17,7 +17,7 @@ class Elastic(Choice):
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
             )
         averaging = config.choice("compress")
-        if averaging.kept or averaging.exact_steps(config) < config.steps:
+        if averaging.kept or averaging.reference or averaging.exact_steps(config) < config.steps:
             raise ValueError(
                 f"membership=elastic may go on with another mesh, and the losses of compress={config.compress} depend on "
                 "it; use compress=none"

@@ -1,11 +1,9 @@
-"""Compression across nodes alone, and of some layers alone: the same mean, the bytes of the slow link, nothing lost."""
+"""Compressors in DDP and ZeRO, of some layers alone, and their states."""
 
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import minipar
@@ -18,55 +16,9 @@ from minipar.extras.compress import (
     Selective,
     Sign,
     TopK,
-    TwoLevelMean,
     own_gradients,
 )
-from minipar.support.chunks import chunk_sizes
-from tests.examples import examples
-from tests.extras.compress.test_compress import loss_of, net, phase_bytes, vector
-
-
-def two_levels(world, node_size, n, codec, steps=3):
-    mean, plain, sent = TwoLevelMean(world.using("ring"), codec, node_size), torch.zeros(n), torch.zeros(n)
-    mean.comm.traffic.reset()
-    for step in range(steps):
-        x = vector(n, 10 * step + world.rank)
-        sent += mean(x)
-        plain += x
-    across, total = mean.across.traffic.sent_bytes, mean.comm.traffic.sent_bytes
-    left = mean.state().get(0, {})
-    missing = world.all_reduce(left.get("residual", torch.zeros(n)), "mean") + left.get(
-        "residual_of_mean", 0.0
-    )
-    return sent, world.all_reduce(plain, "mean") - missing, across, total
-
-
-@examples(4)
-@given(st.sampled_from([(2, 1), (4, 2), (4, 1), (4, 4)]), st.integers(2, 90))
-def test_only_the_slow_link_sees_the_codec_and_nothing_is_lost(sizes, n):
-    size, node_size = sizes
-    ranks = minipar.run(two_levels, node_size, n, Sign(), world_size=size)
-    for rank, (sent, want, across, total) in enumerate(ranks):
-        assert torch.equal(sent, ranks[0][0]), "the same bits on every rank"
-        assert (sent - want).abs().max() < 1e-4
-        node, place = divmod(rank, node_size)
-        chunks = chunk_sizes(n, node_size)
-        assert across == 3 * sum(phase_bytes(Sign(), chunk_sizes(chunks[place], size // node_size), node))
-        inside = 2 * n - chunks[place] - chunks[(place + 1) % node_size]
-        assert total == across + 3 * 4 * inside
-
-
-def test_lossless_two_levels_give_the_mean_and_check_node_size():
-    def whole(world):
-        with pytest.raises(
-            ValueError, match="node_size=3 does not divide the number of ranks=4; use 1, 2 or 4"
-        ):
-            TwoLevelMean(world, Sign(), 3)
-        x = vector(50, world.rank)
-        return TwoLevelMean(world, TopK(1.0), 2)(x), world.all_reduce(x, "mean")
-
-    for got, want in minipar.run(whole, world_size=4):
-        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+from tests.extras.compress.test_compress import loss_of, net, vector
 
 
 def resumed(world, make):
@@ -88,25 +40,12 @@ def resumed(world, make):
     "make",
     [
         partial(CompressedMean, codec=Sign(8)),
-        partial(TwoLevelMean, codec=Sign(8), node_size=2),
         partial(PowerSGD, rank=1),
         partial(Selective, compress=partial(CompressedMean, codec=TopK(0.2)), select=lambda key: key == "a"),
     ],
 )
 def test_a_compressor_goes_on_from_its_state(make):
     assert all(minipar.run(resumed, make, world_size=4))
-
-
-def test_a_rank_without_a_part_has_the_state_of_its_node():
-    """One float64 number on nodes of two: the second rank of a node has none of it, and no residual of its own."""
-
-    def state(world):
-        mean = TwoLevelMean(world, TopK(1.0), 2)
-        mean(torch.ones(1, dtype=torch.float64))
-        (own,) = mean.state().values()
-        return own["residual"].tolist(), own["residual"].dtype
-
-    assert minipar.run(state, world_size=4, timeout_s=20) == [([0.0], torch.float64)] * 4
 
 
 def test_several_tensors_share_their_messages():

@@ -223,7 +223,7 @@ def _draw(
         dispatch=_draw_dispatch(rng, divisors(data), ep) if experts else "all-to-all",
         algorithm=pick(list(ALGORITHMS)),
         products=_draw_products(rng, axes["tp"]) if layout == "1d" and not experts else "plain",
-        compress=_draw_compress(rng, compress, steps, data // ep),
+        compress=_draw_compress(rng, compress, steps),
         recompute=recompute,
         partition_activations=partial and chance(0.5),
         keep_messages=recompute not in ("none", "selective") and chance(0.5),
@@ -276,7 +276,7 @@ def _draw_data(rng: Random, files: Files) -> dict[str, Path]:
     )
 
 
-def _draw_compress(rng: Random, name: str, steps: int, replicas: int) -> tuple[str, dict]:
+def _draw_compress(rng: Random, name: str, steps: int) -> tuple[str, dict]:
     """Draw the options of what averages gradients."""
     pick = rng.choice
     if name in ("none", "delayed"):
@@ -284,10 +284,6 @@ def _draw_compress(rng: Random, name: str, steps: int, replicas: int) -> tuple[s
     own = {"warmup": pick([1, 2, steps] if name in MOMENTA else [0, 1, steps])}
     if name in LOCAL or name == "zero-one-adam":
         own["every"] = pick(divisors(steps))
-    if name not in LOCAL and name != "powersgd":
-        own["node_size"] = pick([None, *divisors(replicas)])
-    if name in CODECS and name != "powersgd":
-        own["feedback"] = pick([True, True, False])
     if name in ("topk", "tagc"):
         own["fraction"] = pick([0.05, 0.5, 1.0])
     if name == "powersgd":
