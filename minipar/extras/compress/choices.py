@@ -69,7 +69,6 @@ class Method(Averaging):
     """
 
     implementation = "minipar.extras.compress.run_state:Compressed"
-    reference = "minipar.extras.compress.lossy_reference"
 
     def __init__(
         self,
@@ -82,6 +81,7 @@ class Method(Averaging):
         self.averages, self.replaces = averages, replaces
         self.steps_locally = hasattr(options, "every")
         self.begins_anew = averages == "gradient"
+        self.reference = "minipar.extras.compress.lossy_reference" if self.begins_anew else ""
         self.kept = ("rank", "tp") if options is PowerSGDOptions else ()
 
     def check(self, config: Any) -> None:
@@ -102,9 +102,6 @@ class Method(Averaging):
         It is 0 for 0/1 Adam, which handles its warm-up itself.
         """
         return 0 if config.compress == "zero-one-adam" else int(config.options["compress"].warmup)
-
-    def keeps_own_gradients(self, config: Any, step: int) -> bool:
-        return self.averages != "gradient" and step >= self.plain_steps(config)
 
     # Equality -----------------------------------------------------------------------------------------------------
 

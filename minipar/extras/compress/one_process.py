@@ -19,18 +19,15 @@ from minipar.support.chunks import chunk_sizes
 
 
 class Average(NamedTuple):
-    """One rank's record of one averaging: the tensors that this rank gave, and the means that all `ranks` got.
+    """One rank's record of one averaging over `ranks`: the tensors that this rank gave.
 
-    comm           the name of the Comm: experts may have one of their own with the same ranks
-    is_compressed  False for a plain mean
+    comm  the name of the Comm: experts may have one of their own with the same ranks
     """
 
     comm: str
     ranks: tuple[int, ...]
-    is_compressed: bool
     placements: list[Placement]
     given: list[Tensor]
-    got: list[Tensor]
 
 
 class OneProcessMeans:
@@ -55,7 +52,7 @@ class OneProcessMeans:
         first = message[0]
         given = [[widened(x) for x in one.given] for one in message]
         means = [torch.stack(xs).mean(0) for xs in zip(*given)]
-        chosen = [i for i, x in enumerate(first.placements) if first.is_compressed and self.is_compressed(x)]
+        chosen = [i for i, x in enumerate(first.placements) if self.is_compressed(x)]
         key = (
             first.comm,
             first.ranks,

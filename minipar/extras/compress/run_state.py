@@ -65,14 +65,12 @@ class Compressed(Averager):
     """Averages by the method of `--compress` that the run's configuration names.
 
     compressors  those of buckets or, if the method averages momenta instead, of its optimizer
-    plain        what its optimizer averages with uncompressed
     """
 
     def __init__(self, config: TrainConfig):
         super().__init__(config)
         self._is_warm = True
         self.compressors: list[Compressors] = []
-        self.plain: list[Compressors] = []
         self._reduce: ReduceBucket = own_gradients
         self.reduce_bucket = self._reduce_bucket
         if config.choice("compress").averages == "gradient":
@@ -99,16 +97,13 @@ class Compressed(Averager):
             return None
         if averages == "weights":
             inner = optimizer_cls(groups, **options)
-            diloco = DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False)
-            self.plain.append(diloco.plain)
-            return diloco
+            return DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False)
         cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
         if cls is None:
             cls = partial(ZeroOneAdam, every=own.every)
         options = {"lr": config.lr, "betas": BETAS, "compress": _selective(config)}
         optimizer = cls(groups, comm_of, own.warmup, reduces_warmup=False, **options)
         self.compressors.append(optimizer.compressors)
-        self.plain.append(optimizer.plain)
         return TorchOptimizerAdapter(optimizer)
 
     # Checkpoints
@@ -145,8 +140,7 @@ class Compressed(Averager):
 
 def means_in_one_process(config: TrainConfig) -> OneProcessMeans:
     """Return the function that computes, in one process, the means of recorded messages."""
-    sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
-    return OneProcessMeans(_chosen(config), **({} if sends_weights else _vector_compressor(config)[1]))
+    return OneProcessMeans(_chosen(config), **_vector_compressor(config)[1])
 
 
 def _selective(config: TrainConfig) -> MakeCompressor:

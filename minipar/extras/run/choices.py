@@ -16,8 +16,7 @@ class Elastic(Choice):
             raise ValueError(
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
             )
-        averaging = config.choice("compress")
-        if averaging.kept or averaging.reference or averaging.exact_steps(config) < config.steps:
+        if config.compress != "none":
             raise ValueError(
                 f"membership=elastic may go on with another mesh, and the losses of compress={config.compress} depend on "
                 "it; use compress=none"

@@ -116,7 +116,7 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
     if lossy is not None:
         return Verification(config, lossy.lossy_rows(config, text, seen))
     if is_rounded(config):
-        return Verification(config, _rounded_rows(config, text, seen))
+        return Verification(config, replayed_rows(config, text, seen))
     wanted, losses, norms, _ = run(_observe_one_process, config, text, world_size=1, backend=backend)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
@@ -133,11 +133,13 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
 def _lossy_reference(config: TrainConfig) -> Any:
     """Return the module that compares the steps of a run whose averages are lossy; None if all its steps are exact."""
     averaging = config.choice("compress")
-    if averaging.exact_steps(config) >= config.steps:
+    exact = averaging.exact_steps(config)
+    if exact >= config.steps:
         return None
     if not averaging.reference:
         raise ValueError(
-            f"compress={config.compress} is lossy, and has no form in one process to be compared with"
+            f"compress={config.compress} is lossy, and has no form in one process to be compared with after its first "
+            f"{exact} steps; use {f'steps={exact}, or ' if exact else ''}another method"
         )
     return import_module(averaging.reference)
 
@@ -191,8 +193,20 @@ def _observe_one_process(world: Comm, config: TrainConfig, text: Text) -> Observ
     return Observed(seen, reference.losses, reference.grad_norms, [])
 
 
-def _rounded_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> list[Row]:
-    """Compare each step of a mesh in half precision with one process that starts from the mesh's own weights."""
+def replayed_rows(
+    config: TrainConfig,
+    text: Text,
+    seen: list[Observed[Held]],
+    averaged: Callable[[int, list[Held]], tuple[list[Held], list[Row]]] = lambda step, gradients: (
+        gradients,
+        [],
+    ),
+) -> list[Row]:
+    """Compare each step of a mesh with one process that starts from the mesh's own weights.
+
+    averaged  (step, gradients of all ranks after they were averaged) -> what must be the gradients of one process, and rows
+              about the averages
+    """
     held = {what: [rank.snapshots[what] for rank in seen] for what in seen[0].snapshots}
     wholes = [*map(whole, held.values())]
     weights, gradients = [wholes[0], *wholes[2::2]], wholes[1::2]
@@ -205,7 +219,9 @@ def _rounded_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -
         rows.append(number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
         if math.isfinite(want.norm):
             what = f"gradients, step {step}"
-            rows.append(tensor_row(config, what, held[what], want.gradients, want.limits))
+            found, of_averages = averaged(step, held[what])
+            rows.append(tensor_row(config, what, found, want.gradients, want.limits))
+            rows += of_averages
             rows.append(number_row(f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE))
         else:  # the step was skipped
             overflowed = [float(not math.isfinite(norm)) for norm in of_norms]

@@ -38,7 +38,12 @@ GRIDS = {2: [("2.5d", 2)], 3: [("2.5d", 3)], 4: [("2d", 1), ("2.5d", 4)], 8: [("
 LAYOUTS = {tp: [("1d", 1), *grids] for tp, grids in GRIDS.items()}
 SLICED = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.sliced)
 FREE_CHUNKS = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.chunks is None)
-AVERAGES = {name: getattr(choice, "averages", "") for name, choice in AVERAGINGS.usable().items()}
+UNCOMPARED = {"zero-one-adam": "lossy from its first step, with no form in one process"}
+AVERAGES = {
+    name: getattr(choice, "averages", "")
+    for name, choice in AVERAGINGS.usable().items()
+    if name not in UNCOMPARED
+}
 CODECS, MOMENTA, LOCAL = (
     tuple(name for name, averaged in AVERAGES.items() if averaged == one)
     for one in ("gradient", "momentum", "weights")
@@ -281,8 +286,8 @@ def _draw_compress(rng: Random, name: str, steps: int) -> tuple[str, dict]:
     pick = rng.choice
     if name in ("none", "delayed"):
         return name, {"delay": pick([0, 1, 2, 5])} if name == "delayed" else {}
-    own = {"warmup": pick([1, 2, steps] if name in MOMENTA else [0, 1, steps])}
-    if name in LOCAL or name == "zero-one-adam":
+    own = {"warmup": steps if name in (*MOMENTA, *LOCAL) else pick([0, 1, steps])}
+    if name in LOCAL:
         own["every"] = pick(divisors(steps))
     if name in ("topk", "tagc"):
         own["fraction"] = pick([0.05, 0.5, 1.0])
