@@ -87,8 +87,8 @@ class Method(Averaging):
     def check(self, config: Any) -> None:
         own, of = config.options["compress"], f"compress={config.compress}"
         least = 1 if self.averages == "momentum" else 0
-        check(view_of(config, method=self, least=least, **vars(own)), OPTIONS)
-        check(view_of(config, method=self, mixed_precision=config.mixed_precision), METHOD)
+        view = view_of(config, method=self, least=least, mixed_precision=config.mixed_precision, **vars(own))
+        check(view, RULES)
         for name in ("steps", "checkpoint_every"):
             if self.steps_locally and (value := getattr(config, name)) % own.every:
                 raise ValueError(
@@ -126,21 +126,8 @@ def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:
     )
 
 
-# What the options of a method must meet.
-OPTIONS = (
-    _at_least("warmup", lambda v: v.least),
-    _at_least("rank", lambda v: 1),
-    _at_least("every", lambda v: 1),
-    Rule(
-        lambda v: not 0 < getattr(v, "fraction", 1) <= 1,
-        "compress.fraction={fraction}: k would be 0, or above n",
-        "; use above 0, at most 1",
-    ),
-)
-
-
-def _of_gradients(v: Any) -> bool:
-    return bool(v.method.averages == "gradient")
+def _has_own_optimizer(v: Any) -> bool:
+    return bool(v.method.averages != "gradient")
 
 
 def _alone(axis: str, needed: Callable[[Any], object], words: str) -> Rule:
@@ -156,8 +143,16 @@ SAMPLE = "compress={compress}: AXIS ranks compute one sample together, and their
 LAYER = "compress={compress} needs the norms of whole layers, which AXIS cuts"
 
 
-# What a run must meet to use a method.
-METHOD = (
+# What the options of a method, and then a run with it, must meet.
+RULES = (
+    _at_least("warmup", lambda v: v.least),
+    _at_least("rank", lambda v: 1),
+    _at_least("every", lambda v: 1),
+    Rule(
+        lambda v: not 0 < getattr(v, "fraction", 1) <= 1,
+        "compress.fraction={fraction}: k would be 0, or above n",
+        "; use above 0, at most 1",
+    ),
     Rule(
         lambda v: v.method.replaces and v.optimizer != v.method.replaces,
         lambda v: f"compress={v.compress} is a form of {v.method.replaces}, and optimizer={v.optimizer}",
@@ -169,28 +164,28 @@ METHOD = (
         "; use bfloat16 or float32, and on_nan=stop",
     ),
     Rule(
-        lambda v: not _of_gradients(v) and v.mixed_precision,
+        lambda v: _has_own_optimizer(v) and v.mixed_precision,
         "compress={compress} updates the weights themselves, and dtype={dtype} has masters",
         "; use float32",
     ),
     Rule(
-        lambda v: _of_gradients(v) and v.replicate > 1,
+        lambda v: v.replicate > 1,
         "compress={compress} replaces the reduce-scatter, and replicate={replicate} adds an all-reduce between the copies "
         "of a shard",
         "; use replicate=1",
     ),
     Rule(
-        lambda v: _of_gradients(v) and v.zero > 1 and v.reduce_every == "microbatch",
+        lambda v: v.zero > 1 and v.reduce_every == "microbatch",
         "compress={compress} would round every microbatch",
         "; use reduce_every=step",
     ),
     Rule(
-        lambda v: not _of_gradients(v) and v.zero,
+        lambda v: _has_own_optimizer(v) and v.zero,
         "compress={compress} needs all of the optimizer's state on every rank, which zero={zero} cuts",
         "; use zero=0",
     ),
     Rule(
-        lambda v: not _of_gradients(v) and v.tie_embeddings and v.pp > 1,
+        lambda v: _has_own_optimizer(v) and v.tie_embeddings and v.pp > 1,
         "compress={compress} averages each stage by itself: with pp={pp} the two copies of the tied embedding would drift "
         "apart",
         "; use pp=1, or untie the embeddings",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class DiLoCo(TorchOptimizerAdapter):
     With warmup=n, the first n steps average gradients instead, so the replicas stay equal (post-local SGD). With
     reduces_warmup=False, something else, such as DDP, averages these gradients. The ranks synchronise after each step
     whose number is a multiple of `every`.
-    Sends 2(p-1)/p of the parameters once in `every` steps. Holds one more copy of the parameters; with momentum, two.
+    Sends 2(p-1)/p of the parameters once in `every` steps. Holds two more copies of the parameters.
     The replicas must start equal, and after the warm-up nothing else may reduce gradients. `comm` is the ranks' Comm, or a
     function from parameter to Comm.
     Sources: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, arXiv:2311.08105, algorithm 1.
@@ -52,9 +51,7 @@ class DiLoCo(TorchOptimizerAdapter):
         self.num_steps = 0
         self.plain = Averages(PlainMean, comm)
         self.agreed: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self.tensors}
-        self.state = {
-            p: {"velocity": torch.zeros_like(x)} if momentum else {} for p, x in self.agreed.items()
-        }
+        self.state = {p: {"velocity": torch.zeros_like(p)} for p in self.agreed}
 
     @torch.no_grad()
     def step(self, *, grad_scale: float = 1.0) -> None:
@@ -76,10 +73,8 @@ class DiLoCo(TorchOptimizerAdapter):
     def _agree(self) -> None:
         outer = self.plain.means({p: agreed - p for p, agreed in self.agreed.items()})
         for param, agreed in self.agreed.items():
-            d = outer[param]
-            if self.momentum:
-                velocity = self.state[param]["velocity"].mul_(self.momentum).add_(d)
-                d = d + self.momentum * velocity
+            velocity = self.state[param]["velocity"].mul_(self.momentum).add_(outer[param])
+            d = outer[param] + self.momentum * velocity
             param.copy_(agreed.sub_(d, alpha=self.outer_lr))
 
     # Checkpoints. Ranks share the outer velocity; each has its own inner state.
@@ -100,17 +95,3 @@ class DiLoCo(TorchOptimizerAdapter):
             agreed.copy_(param)
             if own[param]:
                 self.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.optimizer.state_dict(), **self._outer(), "num_steps": self.num_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["inner"])
-        self.num_steps = state["num_steps"]
-        for name, tensors in self._outer().items():
-            for own, saved in zip(tensors, state[name]):
-                own.copy_(saved)
-
-    def _outer(self) -> dict[str, list[Tensor]]:
-        velocity = [x for own in self.state.values() for x in own.values()]
-        return {"agreed": [*self.agreed.values()], "velocity": velocity}

@@ -140,45 +140,34 @@ class Compressed(Averager):
 
 def means_in_one_process(config: TrainConfig) -> OneProcessMeans:
     """Return the function that computes, in one process, the means of recorded messages."""
-    return OneProcessMeans(_chosen(config), **_vector_compressor(config)[1])
+    return OneProcessMeans(partial(_is_compressed, config), **_compression(config))
 
 
 def _selective(config: TrainConfig) -> MakeCompressor:
-    chosen, (cls, options) = _chosen(config), _vector_compressor(config)
-    compress = partial(cls, **options)
-    return partial(Selective, compress=compress, select=lambda param: chosen(placement_of(param)))
+    options = _compression(config)
+    compress = partial(PowerSGD if "rank" in options else CompressedMean, **options)
+    return partial(Selective, compress=compress, select=lambda p: _is_compressed(config, placement_of(p)))
 
 
-def _vector_compressor(config: TrainConfig) -> tuple[type[Compressor], dict[str, Any]]:
-    """Return the compressor of a run, and its options, which are those of `OneProcessMeans`, too."""
-    own = config.options["compress"]
+def _compression(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of a run's compressor, which are those of `OneProcessMeans`, too."""
+    own: Any = config.options["compress"]
     if config.compress == "powersgd":
-        return PowerSGD, {"rank": own.rank}
-    return CompressedMean, {"codec": _codec(config)}
-
-
-def _codec(config: TrainConfig) -> Codec:
+        return {"rank": own.rank}
     if config.compress in ("topk", "tagc"):
-        fraction = config.options["compress"].fraction
-        return TopK(fraction, torch.promote_types(config.torch_reduce_dtype, torch.float32))
-    return CODEC_OF[config.compress]
+        wide = torch.promote_types(config.torch_reduce_dtype, torch.float32)
+        return {"codec": TopK(own.fraction, wide)}
+    return {"codec": CODEC_OF[config.compress]}
 
 
-def _chosen(config: TrainConfig) -> Callable[[Placement], bool]:
-    return _in_feed_forward if config.compress == "tagc" else _is_compressed
-
-
-def _is_compressed(placement: Placement) -> bool:
+def _is_compressed(config: TrainConfig, placement: Placement) -> bool:
     """Return whether to compress a parameter's gradient: only of matrices, and of those that no other tp rank copies.
 
     Copies would be encoded with different other elements on each rank, and would become unequal. Vectors have few elements
-    and are sensitive to rounding.
+    and are sensitive to rounding. TAGC compresses feed-forward layers alone.
     """
-    return len(placement.length) > 1 and "tp" not in placement.replicated
-
-
-def _in_feed_forward(placement: Placement) -> bool:
-    return _is_compressed(placement) and ".mlp." in placement.name
+    of_layer = config.compress != "tagc" or ".mlp." in placement.name
+    return of_layer and len(placement.length) > 1 and "tp" not in placement.replicated
 
 
 # Tensors in checkpoints ---------------------------------------------------------------------------------------------

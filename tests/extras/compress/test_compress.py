@@ -1,6 +1,5 @@
 """Cheap messages: what is sent plus what is left is the sum of all gradients; bytes by formula; equal bits on all ranks."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -271,7 +270,7 @@ def local(world, every, outer_lr, momentum, steps):
             p.grad = world.all_reduce(p.grad, "mean")
         sgd.step()
     pair = [[p.detach() for p in m.parameters()] for m in (model, plain)]
-    return pair, sent, loss_of(model, 9, 0).item(), copy.deepcopy(optimizer.state_dict())
+    return pair, sent
 
 
 def test_agreeing_after_every_step_is_data_parallelism():
@@ -289,20 +288,13 @@ def test_agreeing_rarely_sends_little_and_ends_on_equal_replicas():
 
 
 def synchronise(world, warmup):
-    """DiLoCo's weights after two outer steps, and those of torch's SGD on the same outer gradients; SGD inside.
-
-    After each step another DiLoCo goes on from the state.
-    """
+    """DiLoCo's weights after two outer steps, and those of torch's SGD on the same outer gradients; SGD inside."""
     (w,), (outer,) = ([nn.Parameter(vector(9, 1))] for _ in range(2))
-    make = lambda: DiLoCo(torch.optim.SGD([w], lr=0.1), world, every=2, warmup=warmup)  # noqa: E731
-    diloco = make()
+    diloco = DiLoCo(torch.optim.SGD([w], lr=0.1), world, every=2, warmup=warmup)
     nesterov = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
     for step in range(4 + warmup):
         w.grad = vector(9, 10 * step + world.rank)
         diloco.step()
-        saved = copy.deepcopy(diloco.state_dict())
-        diloco = make()
-        diloco.load_state_dict(saved)
         if step < warmup:
             outer.data.copy_(w)
         elif step % 2:
@@ -328,27 +320,18 @@ def by_ddp(world, compress, reduce, steps):
         model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce=reduce, reduce_bucket=buckets
     )
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1 if reduce == "mean" else 0.1 / world.size)
-    world.traffic.reset()
     for step in range(steps):
         sgd.zero_grad()
         loss_of(ddp, world.rank, step).backward()
         sgd.step()
-    sent = world.traffic.sent_bytes
-    return (
-        [p.detach() for p in model.parameters()],
-        loss_of(model, 9, 0).item(),
-        sent,
-        buckets and len(buckets.by_comm),
-    )
+    return [p.detach() for p in model.parameters()], buckets and len(buckets.by_comm)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_ddp_with_a_codec_that_loses_nothing_is_ddp(reduce):
     plain = minipar.run(by_ddp, None, reduce, 4, world_size=3)
     for compress in (partial(CompressedMean, codec=TopK(1.0)), partial(PowerSGD, rank=16)):
-        for (params, *_, used), (want, *_) in zip(
-            minipar.run(by_ddp, compress, reduce, 4, world_size=3), plain
-        ):
+        for (params, used), (want, _) in zip(minipar.run(by_ddp, compress, reduce, 4, world_size=3), plain):
             assert used == 1
             assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(params, want))
 
