@@ -23,6 +23,6 @@ class DryRunOptions:
 
 DRY_RUN = Choice(
     "minipar.extras.dry_run.command:dry_run_command",
-    "start no rank; say what each would hold and send, and whether any would wait for ever; above 64 ranks, by kind",
+    "start no rank; say what each would hold and send, and whether each message has its receive; above 64 ranks, by kind",
     DryRunOptions,
 )

@@ -24,7 +24,7 @@ def seconds_on_links(programs: Sequence[Program], alpha: float, beta: float) -> 
         """Execute as far as possible; yield False where a message has not been sent."""
         now = link_free = 0.0
         posts: dict[int, Post] = {}
-        for step in program.steps():
+        for step in program.steps:
             if isinstance(step, Post):
                 posts[step.number] = step
                 if step.send is not None:

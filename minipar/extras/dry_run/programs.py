@@ -33,7 +33,7 @@ class DryPrograms(NamedTuple, Generic[T]):
 
 
 def run_ranks(size: int, program: RankProgram[T], first: Sequence[int] | None = None) -> DryPrograms[T]:
-    """Run `program(world, tensors)` for each of `size` ranks, then execute the records against each other.
+    """Run `program(world, tensors)` for each of `size` ranks, then match the records of all.
 
     first  the rank that is run in place of each rank; None: every rank is run
 
@@ -48,6 +48,7 @@ def run_ranks(size: int, program: RankProgram[T], first: Sequence[int] | None = 
     results: dict[int, T] = {}
     errors: dict[int, Exception] = {}
     assumed: set[str] = set()
+    stuck: list[str] = []
 
     def run(rank: int) -> None:
         with shared.without_contents() as tensors:
@@ -56,8 +57,8 @@ def run_ranks(size: int, program: RankProgram[T], first: Sequence[int] | None = 
             try:
                 results[rank] = program(RecordedComm(transport, members, "world"), tensors)
                 transport.program.ended = True
-            except Stuck:
-                pass
+            except Stuck as error:
+                stuck.append(f"rank {rank} waits for whole numbers: {error}")
             except Exception as error:
                 errors[rank] = error
             transport.recording = False
@@ -70,7 +71,7 @@ def run_ranks(size: int, program: RankProgram[T], first: Sequence[int] | None = 
             raise error
     recorded = [programs[rank] for rank in ranks]
     faults = [f"rank {rank} raises {_one_line(error)}" for rank, error in sorted(errors.items())]
-    faults += disagreements(recorded)
+    faults += disagreements(recorded) or sorted(stuck)
     return DryPrograms(recorded, dict(sorted(results.items())), faults, sorted(assumed))
 
 

@@ -1,10 +1,10 @@
-"""A rank's program, recorded as steps: its messages, collectives and waits, in order."""
+"""A rank's program, recorded: its messages, the waits for them, and its collectives, in order."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from minipar.comm.transport.messages import ChannelId, Message
@@ -24,12 +24,6 @@ def key_of(rank: int, message: Message) -> Key:
     return message.channel, message.lane, *pair, message.number
 
 
-class Make(NamedTuple):
-    """Make a channel."""
-
-    channel: ChannelId
-
-
 class Post(NamedTuple):
     """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
 
@@ -44,55 +38,27 @@ class Completed(NamedTuple):
     post: int
 
 
-class Start(NamedTuple):
-    """Submit an operation, given by its number, to the stream of its channel."""
-
-    operation: int
-
-
-class Finished(NamedTuple):
-    """Wait until an operation has ended."""
-
-    operation: int
-
-
-Step = Make | Post | Completed | Start | Finished
-
-
-@dataclass
-class Recorded:
-    """An operation of a stream: its steps and, if it is a collective, what all members of the channel must agree on.
-
-    words  such as "all_reduce sum of [8]", without the shape if ranks may have different ones; "" for a message
-    """
-
-    channel: ChannelId
-    steps: list[Step] = field(default_factory=list)
-    words: str = ""
-
-
 @dataclass
 class Program:
     """The recorded program of a rank.
 
-    main        the steps outside all operations
-    operations  the operations that its streams run
-    ended       False if the rank raised an error, or waited for integers that no rank sent
+    collectives  channel -> what all members of the channel must agree on, in order, such as "all_reduce sum of [8]";
+                 without the shape if ranks may have different ones
+    ended        False if the rank raised an error, or waited for integers that no rank sent
     """
 
     rank: int
-    main: list[Step] = field(default_factory=list)
-    operations: list[Recorded] = field(default_factory=list)
+    steps: list[Post | Completed] = field(default_factory=list)
+    collectives: dict[ChannelId, list[str]] = field(default_factory=lambda: defaultdict(list))
     num_posts: int = 0
     ended: bool = False
 
-    def steps(self) -> Iterator[Step]:
-        """Yield all steps, those of the main program first."""
-        return chain(self.main, *(operation.steps for operation in self.operations))
+    def posted(self) -> Iterator[Message]:
+        """Yield the messages that this rank sends or receives, in the order in which it posts them."""
+        for step in self.steps:
+            if isinstance(step, Post):
+                yield from filter(None, step[1:])
 
     def messages(self) -> Iterator[Message]:
-        """Yield the messages that this rank sends, in the order in which it posts them."""
-        posts = (step for step in self.steps() if isinstance(step, Post))
-        for post in sorted(posts, key=lambda post: post.number):
-            if post.send is not None:
-                yield post.send
+        """Yield the messages that this rank sends."""
+        return (message for message in self.posted() if message.verb == "send")

@@ -33,7 +33,7 @@ def verdict(result: DryRun) -> str:
     which = f"{size:,} ranks" if computed == size else f"the {computed} computed ranks to each other"
     sound = (
         f"each of {result.num_messages:,} messages of {which} has its receive, of the same bytes and in the same "
-        "order, and nobody waits for ever"
+        "order"
         if computed > 1
         else "one rank was computed, so there are no messages to match"
     )

@@ -1,8 +1,8 @@
 """A dry run: run the program of every rank of a mesh without tensor values or messages, then compare the programs.
 
 Each rank parallelizes the model (`train/parallelize.py`) and runs two steps of the trainer. The code is that of a run, but
-the tensors have no values (`tensors.py`), and the transport only records (`transport.py`). Then `matching.py` executes the
-records against each other. So a deadlock, or a rank that needs more memory than a device has, is found without any device.
+the tensors have no values (`tensors.py`), and the transport only records (`transport.py`). Then `matching.py` matches the
+records. So a message that nobody receives, or a rank that needs more memory than a device has, is found without any device.
 
 Two ranks are of one kind if their coordinates differ only along axes on which all ranks run the same program. Above 64
 ranks, or if asked, only the first rank of each kind is run, and the others are taken to be like it.

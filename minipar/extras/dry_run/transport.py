@@ -6,7 +6,7 @@ message, is delivered, because the receiver's program depends on it; a rank wait
 
 A message to or from a rank in whose place another is run is counted, and not recorded.
 
-A rank's program is recorded as steps (`record.py`).
+A rank's program is recorded as steps and collectives (`record.py`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from minipar.comm import Comm
 from minipar.comm.transport.checked import OF_ONE_SHAPE
 from minipar.comm.transport.messages import Channel, ChannelId, Message
-from minipar.comm.transport.stream import OnWait, Operation, Stream
+from minipar.comm.transport.stream import Handle, OnWait, Operation, Stream
 from minipar.comm.transport.traffic import Traffic
 from minipar.comm.transport.transport import Transport
-from minipar.extras.dry_run.record import (
-    Completed,
-    Finished,
-    Key,
-    Make,
-    Post,
-    Program,
-    Recorded,
-    Refused,
-    Start,
-    Step,
-    key_of,
-)
+from minipar.extras.dry_run.record import Completed, Key, Post, Program, Refused, key_of
 from minipar.extras.dry_run.tensors import DryTensors
 
 
@@ -71,7 +59,7 @@ class RecordedTransport(Transport):
         super().__init__(None, ranks, rank, torch.device("cpu"), timeout_s=60.0)
         self.program = Program(rank)
         self.contents, self.tensors = contents, tensors
-        self.running: list[Recorded] = []
+        self.running: list[ChannelId] = []  # of the operations that run, the innermost last
         self.recording = True
         self._thread = threading.get_ident()
 
@@ -79,7 +67,6 @@ class RecordedTransport(Transport):
         key = ChannelId(name, ranks)
         if key not in self.channels:
             self.channels[key] = RecordedChannel(self, key)
-            self.record(Make(key))
         return self.channels[key]
 
     def make_stream(self, key: ChannelId) -> Stream:
@@ -117,13 +104,10 @@ class RecordedTransport(Transport):
             "algorithm=native sends by torch's own collectives, whose messages a dry run cannot see; use auto or another"
         )
 
-    def record(self, step: Step) -> None:
-        """Add a step to the running operation, or to the rank's main program if none runs.
-
-        Steps of another thread are left out: it only waits for messages in order to free their memory.
-        """
+    def record(self, step: Post | Completed) -> None:
+        """Add a step to the program. Steps of another thread are left out: it only waits in order to free memory."""
         if self.recording and threading.get_ident() == self._thread:
-            (self.running[-1].steps if self.running else self.program.main).append(step)
+            self.program.steps.append(step)
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Wait until the sender has posted a message, and copy its contents into `out`."""
@@ -154,47 +138,30 @@ class RecordedMessages:
 
 
 class RecordedStream:
-    """A stream that runs every operation immediately in the caller's thread, and records its start and the waits for it."""
+    """A stream that runs every operation immediately in the caller's thread."""
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
 
     def inside(self) -> bool:
-        return any(operation.channel == self._key for operation in self._transport.running)
+        return self._key in self._transport.running
 
     def idle(self) -> bool:
-        return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
+        return False
 
     def run(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> Any:
         return operation() if self.inside() else self.submit(operation).wait()
 
-    def submit(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> RecordedHandle:
-        of, program = self._transport, self._transport.program
-        number = len(program.operations)
-        of.record(Start(number))
-        program.operations.append(Recorded(self._key))
-        of.running.append(program.operations[-1])
+    def submit(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> Handle:
+        running = self._transport.running
+        running.append(self._key)
         try:
-            return RecordedHandle(of, number, operation())
+            return Handle.finished_with(operation())
         finally:
-            of.running.pop()
+            running.pop()
 
     def lane(self) -> str:
         return "main"
-
-
-class RecordedHandle:
-    """The handle of a recorded operation. The operation has already run; a wait for it is recorded as a step."""
-
-    def __init__(self, transport: RecordedTransport, number: int, result: Any):
-        self._transport, self._number, self._result = transport, number, result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        self._transport.record(Finished(self._number))
-        return self._result
 
 
 class RecordedChannel(Channel):
@@ -213,7 +180,7 @@ class RecordedChannel(Channel):
         self._num_collectives = number
         if number:  # `kind`, `signature` and `shape` are set before the number
             shape = f" of {list(self.shape)}" if self.shape is not None and self.kind in OF_ONE_SHAPE else ""
-            self._transport.running[-1].words = self.signature + shape
+            self._transport.program.collectives[self.key].append(self.signature + shape)
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
         if not dtype.is_floating_point:
