@@ -1,10 +1,9 @@
-"""Format a dry run as text: what ranks hold and send, the planner's figures for comparison, and a verdict."""
+"""Format a dry run as text: what ranks hold and send, and a verdict."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from itertools import chain
 
 from minipar.extras.dry_run.run import DryRank, DryRun
 
@@ -12,10 +11,9 @@ WIDTH = 112
 
 
 def report(result: DryRun) -> str:
-    """Format a dry run: a table with a line for each set of equal ranks, the planner's figures, assumptions, verdict."""
+    """Format a dry run: a table with a line for each set of equal ranks, assumptions, verdict."""
     parts = [
         _table(result),
-        _beside_the_planner(result),
         _assumptions(result),
         _by_symmetry(result),
         verdict(result),
@@ -93,24 +91,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _beside_the_planner(result: DryRun) -> str:
-    if not result.compared:
-        return ""
-    ends = sorted({row.pp for row in result.compared} & {0, result.config.pp - 1})
-    whats = list(dict.fromkeys(row.what for row in result.compared))
-    of = {(row.what, row.pp): row for row in result.compared}
-    titles = [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
-    table = [["Beside the planner:", *titles]]
-    for what in whats:
-        rows = [of.get((what, pp)) for pp in ends]
-        cells = [(_bytes(row.planned), _bytes(row.found)) if row else ("", "") for row in rows]
-        table.append([what, *chain.from_iterable(cells)])
-    lines = _aligned(table)
-    if result.not_planned:
-        lines.append(f"The planner leaves out {', '.join(result.not_planned)}.")
-    return "\n".join(lines)
-
-
 def _assumptions(result: DryRun) -> str:
     return textwrap.fill(f"Assumed: {'; '.join(result.assumed)}.", WIDTH) if result.assumed else ""
 
@@ -128,11 +108,7 @@ def _by_symmetry(result: DryRun) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format ascending numbers as ranges: "0-3, 8", or with a stride: "0-12 by 4"."""
-    steps = {b - a for a, b in zip(numbers, numbers[1:])}
-    if len(numbers) > 2 and len(steps) == 1:
-        step = steps.pop()
-        return f"{numbers[0]}-{numbers[-1]}" + (f" by {step}" if step > 1 else "")
+    """Format ascending numbers as ranges: "0-3, 8"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -21,9 +21,6 @@ import torch
 
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.cost.machines import MACHINES
-from minipar.cost.memory import rank_memory
-from minipar.cost.traffic import step_traffic
 from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.record import Program
 from minipar.extras.dry_run.tensors import DryTensors
@@ -32,7 +29,6 @@ from minipar.mesh.mesh import Coordinates
 from minipar.support.environment import MAX_RANKS
 from minipar.train.data.text import Text, load_data
 from minipar.train.parallelize import RankState, parallelize
-from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step
 
 # Name in the report -> the axes of the Comm whose bytes are counted under it.
@@ -68,15 +64,6 @@ class DryRank(NamedTuple):
     messages: int
 
 
-class Comparison(NamedTuple):
-    """A figure of the planner and the same figure of the dry run, for the ranks with one pp coordinate."""
-
-    pp: int
-    what: str
-    planned: float
-    found: float
-
-
 @dataclass
 class DryRun:
     """The result of `dry_run`.
@@ -85,8 +72,6 @@ class DryRun:
     programs     the recorded program of every rank that was run
     faults       sentences that say why the run would fail; the first explains the most
     assumed      the assumptions about tensor values, and the parts of a run that a dry run leaves out
-    compared     the planner's figures with those of the dry run, where the planner has formulas
-    not_planned  options that the planner's formulas leave out
     memory_bytes a device's memory, or None
     """
 
@@ -95,8 +80,6 @@ class DryRun:
     programs: list[Program]
     faults: list[str]
     assumed: list[str]
-    compared: list[Comparison]
-    not_planned: list[str]
     memory_bytes: float | None = None
 
     @property
@@ -145,8 +128,6 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
         programs,
         faults,
         [*assumed, *_left_out(config)],
-        [] if faults else compare(config, ranks),
-        not_weighed(config),
         None if memory_gb is None else memory_gb * 1e9,
     )
 
@@ -226,26 +207,3 @@ def _storage_bytes(tensors: list[Any], counted: set[int]) -> int:
             counted.add(x.untyped_storage()._cdata)
             total += x.untyped_storage().nbytes()
     return total
-
-
-def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
-    """Compare the first rank of each pp coordinate with the planner's formulas for memory and for bytes sent."""
-    try:
-        job, layout = job_and_layout(config, MACHINES["h100"])
-    except ValueError:  # no formulas for this configuration
-        return []
-    found: list[Comparison] = []
-    for pp in range(config.pp):
-        rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)
-        memory, held = rank_memory(job, layout, pp), rank.holding
-        total = sum(memory.values()) - memory["context"]  # no CUDA context in a dry run
-        found += [
-            Comparison(pp, "parameters", memory["parameters"], held.parameters),
-            Comparison(pp, "gradients", memory["gradients"], held.gradients),
-            Comparison(pp, "optimizer state", memory["optimizer state"], held.states),
-            Comparison(pp, "peak", total, held.peak),
-        ]
-        for axis, sent in step_traffic(job, layout, pp).items():
-            if sent.total or rank.sent[axis]:
-                found.append(Comparison(pp, f"sent over {axis}", sent.total, rank.sent[axis]))
-    return found
