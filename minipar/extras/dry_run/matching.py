@@ -8,7 +8,7 @@ What fits may still wait in a circle, as two ranks do that both receive before t
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from minipar.comm.transport.messages import Message, counted
@@ -24,7 +24,7 @@ def disagreements(programs: Sequence[Program]) -> list[str]:
 
 
 def _different_collectives(programs: Sequence[Program]) -> list[str]:
-    """Name, for each channel, the first collective in which a member differs from most members."""
+    """Name, for each channel, the first collective in which a member differs from the first."""
     of_rank = {program.rank: program for program in programs}
     found = []
     for channel in sorted({channel for program in programs for channel in program.collectives}):
@@ -39,11 +39,11 @@ def _different_collectives(programs: Sequence[Program]) -> list[str]:
             }
             if len(set(here.values())) <= 1:
                 continue
-            usual, _ = Counter(here.values()).most_common(1)[0]
-            others = [r for r, call in here.items() if call != usual]
-            like = next(r for r, call in here.items() if call == usual)
-            said = "; ".join(f"rank {r} {_calls(here[r])}" for r in others[:3])
-            found.append(f"collective {i + 1} on {channel}: {said}, and rank {like} {_calls(usual)}")
+            first, usual = next(iter(here.items()))
+            other = next(r for r, call in here.items() if call != usual)
+            found.append(
+                f"collective {i + 1} on {channel}: rank {other} {_calls(here[other])}, and rank {first} {_calls(usual)}"
+            )
             break
     return found
 

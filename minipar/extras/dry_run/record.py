@@ -25,7 +25,7 @@ def key_of(rank: int, message: Message) -> Key:
 
 
 class Post(NamedTuple):
-    """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
+    """Post a send, a receive, or both as one group; neither where the peer is not run. `number` counts a rank's posts."""
 
     number: int
     send: Message | None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
+from typing import Any
 
-from minipar.extras.dry_run.run import DryRank, DryRun
+from minipar.extras.dry_run.run import COMMS, DryRun, Holding
 
 WIDTH = 112
 
@@ -46,39 +47,17 @@ def verdict(result: DryRun) -> str:
     return textwrap.fill(said, WIDTH)
 
 
-def ranks_alike(result: DryRun) -> list[tuple[list[int], DryRank]]:
-    """Group the ranks of a stage that hold and send the same bytes; return (ranks, the first of them), in rank order."""
-    groups: dict[object, list[int]] = defaultdict(list)
-    for number, rank in sorted(result.ranks.items()):
-        # Group by the printed figures: ranks may differ by a few bytes where a vector does not divide evenly.
-        shown = (*rank.holding, *rank.sent.values(), rank.sent_bytes)
-        groups[rank.coordinates.pp, tuple(_bytes(x) for x in shown)].append(number)
-    return [(ranks, result.ranks[ranks[0]]) for ranks in groups.values()]
-
-
 def _table(result: DryRun) -> str:
+    """Return a table with a line for the ranks of a stage that hold and send as much, as far as it is printed."""
     if not result.ranks:
         return ""
-    axes = [
-        axis
-        for axis in ("tp", "pp", "cp", "ep", "dp", "edp")
-        if any(r.sent[axis] for r in result.ranks.values())
-    ]
-    titles = [
-        "ranks",
-        "parameters",
-        "gradients",
-        "states",
-        "rest",
-        "peak",
-        *(f"over {axis}" for axis in axes),
-        "messages",
-    ]
-    rows = [titles]
-    for ranks, first in ranks_alike(result):
-        held = [_bytes(x) for x in first.holding]
-        sent = [_bytes(first.sent[axis]) for axis in axes]
-        rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])
+    axes = [axis for axis in COMMS if any(rank.sent[axis] for rank in result.ranks.values())]
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, rank in sorted(result.ranks.items()):
+        cells = [_bytes(x) for x in (*rank.holding, *(rank.sent[axis] for axis in axes))]
+        alike[rank.coordinates.pp, *cells, f"{rank.messages:,}"].append(number)
+    rows = [["ranks", *Holding._fields, *(f"over {axis}" for axis in axes), "messages"]]
+    rows += [[_ranges(numbers), *cells] for (_, *cells), numbers in alike.items()]
     return "\n".join(["What a rank holds, and sends in a step:", *_aligned(rows)])
 
 

@@ -53,14 +53,13 @@ class Holding(NamedTuple):
 class DryRank(NamedTuple):
     """The bytes that one rank holds, and those that it sends.
 
-    sent        bytes sent in the second step, by axis of the mesh
-    sent_bytes, messages   all bytes and messages sent in the second step; those over the world Comm are under no axis
+    sent      bytes sent in the second step, by axis of the mesh; those over the world Comm are under none
+    messages  all messages sent in the second step
     """
 
     coordinates: Coordinates
     holding: Holding
     sent: dict[str, int]
-    sent_bytes: int
     messages: int
 
 
@@ -178,14 +177,7 @@ def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> 
         tensors.peak = tensors.now
         train_step(world, state, config, text, step)
     sent = {axis: comm.traffic.sent_bytes for axis, comm in comms.items()}
-    traffic = world.traffic
-    return DryRank(
-        mesh.coordinates,
-        _holding(state, tensors),
-        sent,
-        traffic.sent_bytes,
-        traffic.messages,
-    )
+    return DryRank(mesh.coordinates, _holding(state, tensors), sent, world.traffic.messages)
 
 
 def _holding(state: RankState, tensors: DryTensors) -> Holding:

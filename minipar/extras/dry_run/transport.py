@@ -92,11 +92,9 @@ class RecordedTransport(Transport):
                 receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
             elif not out.is_meta:
                 self.tensors.forget_contents(out)
-        number = -1
-        if send or receive:
-            number = self.program.num_posts
-            self.program.num_posts += 1
-            self.record(Post(number, send, receive))
+        number = self.program.num_posts
+        self.program.num_posts += 1
+        self.record(Post(number, send, receive))
         return RecordedMessages(self, number, receive, out)
 
     def process_group(self, key: ChannelId) -> Any:
@@ -115,9 +113,7 @@ class RecordedTransport(Transport):
         if value is None:
             self.tensors.forget_contents(out)
         elif value.nbytes == out.nbytes:
-            out.copy_(
-                value.view(out.shape) if value.dtype == out.dtype else value.view(out.dtype).view(out.shape)
-            )
+            out.copy_(value.view(out.dtype).view(out.shape))
 
 
 class RecordedMessages:
@@ -128,9 +124,7 @@ class RecordedMessages:
 
     def wait(self) -> Tensor | None:
         out, self._out = self._out, None
-        if self._post >= 0:
-            self._transport.record(Completed(self._post))
-            self._post = -1
+        self._transport.record(Completed(self._post))
         if self._receive is not None and out is not None and not out.is_meta:
             self._transport.receive_contents(self._receive, out)
         self._receive = None

@@ -72,7 +72,7 @@ def raises(world):
     [
         (skips, 4, "collective 1 on comm 'world': rank 1 calls all_gather, and rank 0 calls all_reduce sum of [8]"),
         (stops_early, 4, "collective 2 on comm 'world': rank 1 calls no more, and rank 0 calls all_reduce"),
-        (other_order, 4, "collective 1 on comm 'world': rank 0 calls broadcast of [8], and rank 1 calls all_reduce"),
+        (other_order, 4, "collective 1 on comm 'world': rank 1 calls all_reduce sum of [8], and rank 0 calls broadcast"),
         (other_shape, 4, "rank 2 calls all_reduce sum of [16], and rank 0 calls all_reduce sum of [8]"),
         (wrong_peer, 3, "message 0 on comm 'world': rank 0 sends 16 bytes (float32) to rank 2, and rank 2 receives"),
         (wrong_size, 2, "rank 0 sends 16 bytes (float32) to rank 1, and rank 1 receives 20 bytes (float32)"),
