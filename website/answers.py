@@ -32,7 +32,7 @@ from minipar.schedules import (
     to_torch,
     validate,
 )
-from minipar.schedules.registry import SCHEDULES, chunks_per_rank, find_schedule
+from minipar.schedules.registry import chunks_per_rank, find_schedule
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 from minipar.support.errors import one_of
@@ -193,7 +193,7 @@ def layout(request: dict) -> dict:
     asked = Layout(
         **{axis: whole(request, axis, 1) for axis in ("dp", "pp", "cp", "ep", "tp")}, zero=whole(request, "zero", 0, 0),
         schedule=name, chunks=chunks_per_rank(name), microbatch=whole(request, "microbatch", 1),
-        recompute=request.get("recompute", "none"), slices=2 if SCHEDULES[name].sliced else 1,
+        recompute=request.get("recompute", "none"),
     )  # fmt: skip
     if asked.zero > 3:
         raise ValueError(f"zero={asked.zero}; use 0 to 3")
@@ -214,7 +214,7 @@ def layout(request: dict) -> dict:
 
 def choices(_request: dict) -> dict:
     """Return the names that the planner knows."""
-    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(stages.planned())}
+    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(stages.FORMS)}
 
 
 # Collectives and meshes --------------------------------------------------------------------------------------------

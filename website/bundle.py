@@ -12,18 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EPOCH = (1980, 1, 1, 0, 0, 0)  # of every file: the same sources give the same zip
 
-# Load every extra, and the planner's data on each schedule, so that modules imported late are listed too.
+# Load every extra, so that modules imported late are listed too.
 LIST_MODULES = """
 import sys
-from importlib import import_module
 from pathlib import Path
 import website.answers
 from minipar.config.choices import CHOSEN
 for kind in CHOSEN.values():
-    for choice in kind.usable().values():
-        forms = getattr(choice, "closed_forms", "")
-        if forms:
-            import_module(forms.partition(":")[0])
+    kind.usable()
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 for name in sorted(sys.modules):
     if name.split(".")[0] in ("minipar", "website"):

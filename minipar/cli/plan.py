@@ -50,10 +50,10 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Layouts that the model cannot tell apart are counted; the simplest of each mesh is shown, the simplest of all first.
         Each time has its doubt: docs/generated/planner.md compares predictions with published runs.
 
-        The plan covers dp, pp with its schedules, ep, tp, zero, microbatches and recomputation, with AdamW's states; cp and
-        sequence slices for samples of more than 8,192 tokens, and cp for shorter ones if nothing else fits. It does not
-        cover ways of dispatching tokens other than all-to-all, compile, and these schedules, layouts of tp and optimizers:
-        UNPLANNED. Offloaded states are a view.
+        The plan covers dp, pp with its schedules, ep, tp, zero, microbatches and recomputation, with AdamW's states; cp
+        for samples of more than 8,192 tokens, and for shorter ones if nothing else fits. It does not cover ways of
+        dispatching tokens other than all-to-all, compile, and these schedules, layouts of tp and optimizers:
+        UNPLANNED.
 
         minipar plan --serve predicts what serving takes instead; minipar plan --serve --help shows its flags.
 
@@ -66,7 +66,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
             batch: samples per step, over all GPUs.
             precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.
             explain: itemise one layout instead of searching, such as dp4-pp2-tp8-zero1-mb1-1f1b-full; a schedule may state
-                its chunks or slices: interleaved:4, seq1f1b:8. Only explain prices all_gather.
+                its chunks: interleaved:4. Only explain prices all_gather.
             top: number of layouts to print.
             margin: GB of each GPU to leave free, for fragments and what no formula has; by default a sixteenth, 5 of 80.
             program: the training program to predict: minipar, or one with published runs (megatron-2021, deepspeed-2021,

@@ -26,7 +26,7 @@ from minipar.config.rules import (
 )
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import enough_microbatches, forms_of, planned, unplanned
+from minipar.cost.stages import FORMS, enough_microbatches, unplanned
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of, require_positive
 
@@ -72,7 +72,7 @@ class Implementation:
                        data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
     bucket_layers      each layer's gradients are a bucket with every ZeRO stage, not with 3 alone; `bucket_mb` is ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
-    group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
+    group_tokens       tokens that the router handles as one group, which cp must not cut; None: a sample
     fused              norms and SwiGLU are fused, so that a layer keeps less
     partial            the recomputations of PARTIAL that the program has
     fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
@@ -158,11 +158,7 @@ class Job:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """The split of a job over ranks. Its fields are the flags of `minipar train`, except the following.
-
-    microbatch  samples per microbatch
-    slices      number of slices that each sample is cut into, with a schedule that cuts samples
-    """
+    """The split of a job over ranks. Its fields are the flags of `minipar train`, but `microbatch` is samples in each."""
 
     dp: int = 1
     pp: int = 1
@@ -175,7 +171,6 @@ class Layout:
     microbatch: int = 1
     recompute: str = "none"
     cp_attention: str = "ring"
-    slices: int = 1
 
     @property
     def unit(self) -> int:
@@ -186,11 +181,11 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.pp * self.cp * self.tp
 
-    def with_order(self, zero: int, schedule: str, chunks: int, slices: int = 1) -> Layout:
-        """Return this layout with the given ZeRO stage, schedule, chunks and slices."""
+    def with_order(self, zero: int, schedule: str, chunks: int) -> Layout:
+        """Return this layout with the given ZeRO stage, schedule and chunks."""
         return Layout(
             self.dp, self.pp, self.cp, self.ep, self.tp, zero, schedule, chunks, self.microbatch, self.recompute,
-            self.cp_attention, slices,
+            self.cp_attention,
         )  # fmt: skip
 
     def microbatches(self, job: Job) -> int:
@@ -205,8 +200,7 @@ class Layout:
     def name(self) -> str:
         """The layout as text that `parse_layout` reads: dp4-pp2-tp8-zero1-mb1-full."""
         axes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
-        choice = SCHEDULES[self.schedule]
-        number = f":{self.slices}" if choice.sliced else f":{self.chunks}" if choice.chunks is None else ""
+        number = f":{self.chunks}" if SCHEDULES[self.schedule].chunks is None else ""
         order = [] if self.pp == 1 else [self.schedule + number]
         again = [] if self.recompute == "none" else [self.recompute]
         how = [] if self.cp_attention == "ring" else [self.cp_attention]
@@ -221,17 +215,13 @@ def parse_layout(text: str) -> Layout:
     values: dict[str, Any] = {}
     rest, not_planned = text, unplanned()
     # Schedules are found first: some of their names have a hyphen, and the rest of the text is split at hyphens.
-    for schedule in sorted((*planned(), *not_planned), key=len, reverse=True):
+    for schedule in sorted((*FORMS, *not_planned), key=len, reverse=True):
         found = re.search(rf"(?:^|-){re.escape(schedule)}(?::(\d+))?(?=-|$)", rest)
         if found:
             if schedule in not_planned:
                 raise ValueError(f"layout={text!r}: {schedule} {not_planned[schedule]}")
-            number = int(found[1]) if found[1] else None
             values["schedule"] = schedule
-            if SCHEDULES[schedule].sliced:
-                values["slices"] = 2 if number is None else number
-            else:
-                values["chunks"] = chunks_per_rank(schedule, number)
+            values["chunks"] = chunks_per_rank(schedule, int(found[1]) if found[1] else None)
             rest = rest.replace(found[0], "", 1)
             break
     for word in filter(None, rest.split("-")):
@@ -292,7 +282,7 @@ def why_illegal(job: Job, layout: Layout) -> str | None:
     view = views_of(job)(vars(layout))
     if rule := broken(view, PLANNED):
         return say(rule.words, view)
-    return forms_of(layout.schedule).why_illegal(job, layout) or why_not_priced(job, layout)
+    return why_not_priced(job, layout)
 
 
 def require_legal(job: Job, layout: Layout) -> None:

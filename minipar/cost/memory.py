@@ -7,7 +7,6 @@
                      ZeRO-3 does not shard tied embeddings in a pipeline, nor their stages' other parameters outside layers
     gathered units   ZeRO-3: this rank's embedding, last norm and head, the running layer and the next layer
     activations      live chunks x layers per chunk x `layer_bytes`; recompute="every:N" keeps one input per N layers;
-                     for samples cut into slices, the schedule's `ClosedForms` give the bytes
     recomputation    all activations of the layers that are recomputed together
     logits           for each live microbatch of the last stage, per token: (w + 2 e) D for the last norm, and w V of
                      log-probabilities, or with tp e V/t of logits; w = max(4, e). During the loss's backward also their
@@ -24,7 +23,6 @@ per parameter for weights, gradients and optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 from minipar.cost.activations import bytes_of_units, layer_bytes
@@ -39,7 +37,7 @@ from minipar.cost.ranks import (
     rank_kinds,
     unsharded_elems,
 )
-from minipar.cost.stages import LiveActivations, RankContents, forms_of, live_chunks, live_heads
+from minipar.cost.stages import RankContents, live_chunks, live_heads
 from minipar.support.errors import require_positive
 
 ITEMS = (
@@ -125,7 +123,7 @@ def _states(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
     whole = dense + expert
     shard = unsharded + -(-(dense - unsharded) // ranks) + -(-expert // expert_sharers)
     # ZeRO-2's optimizer reduces a pipeline's gradients after the step; FSDP, during the last backward of each stage.
-    at_once = layout.microbatches(job) * layout.slices == 1 and (layout.zero == 3 or layout.pp == 1)
+    at_once = layout.microbatches(job) == 1 and (layout.zero == 3 or layout.pp == 1)
     sharded_gradients = layout.zero >= 2 and (at_once or job.implementation.reduce_every == "microbatch")
     return {
         "parameters": b.weight * (shard if layout.zero == 3 else whole),
@@ -153,22 +151,15 @@ def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str
     )  # fmt: skip
 
 
-def _activations(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
-    a = layout
-    found = forms_of(a.schedule).activations(job, a, held) or _of_whole_samples(job, a, held)
+def _activations(job: Job, a: Layout, held: RankContents) -> dict[str, float]:
+    m, tokens = a.microbatches(job), a.tokens(job)
+    of_chunk, recomputed = _chunk_bytes(job, a, held)
     kept, of_backward = _logits_bytes_per_token(job, a)
-    logits = held.last * (found.logits_tokens * kept + _tokens_at_once(job, a) * of_backward)
-    freed = held.last * _tokens_at_once(job, a) * (kept + of_backward)
     return {
-        "activations": found.kept,
-        "recomputation": max(found.recomputed - freed, 0.0),
-        "logits": logits,
+        "activations": of_chunk * live_chunks(a.schedule, held.rank, a.pp, m, a.chunks),
+        "recomputation": max(recomputed - held.last * tokens * (kept + of_backward), 0.0),
+        "logits": held.last * tokens * (live_heads(a.schedule, m) * kept + of_backward),
     }
-
-
-def _tokens_at_once(job: Job, a: Layout) -> int:
-    """Return the tokens of a microbatch on one rank, or of its longest slice."""
-    return a.microbatch * forms_of(a.schedule).largest_slice(job, a)
 
 
 def _logits_bytes_per_token(job: Job, a: Layout) -> tuple[float, float]:
@@ -185,33 +176,18 @@ def _logits_bytes_per_token(job: Job, a: Layout) -> tuple[float, float]:
     return e * shape.vocab_size / a.tp + norm, e * shape.vocab_size / a.tp
 
 
-def _of_whole_samples(job: Job, a: Layout, held: RankContents) -> LiveActivations:
+def _chunk_bytes(job: Job, a: Layout, held: RankContents) -> tuple[float, float]:
+    """Return the bytes that the layers of one chunk keep, and the extra bytes while a unit of layers is recomputed."""
+
     def kept(recompute: str, experts: bool) -> float:
         return activation_bytes(job, a.tp, a.cp, a.microbatch, recompute, experts)
 
-    m = a.microbatches(job)
-    live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
-    of_chunk, recomputed = chunk_bytes(a, held, kept)
-    return LiveActivations(of_chunk * live, recomputed, live_heads(a.schedule, m) * a.tokens(job))
-
-
-def chunk_bytes(
-    a: Layout, held: RankContents, kept: Callable[[str, bool], float], read: float = 0.0
-) -> tuple[float, float]:
-    """Return the bytes that the layers of one chunk keep, and the extra bytes while a unit of layers is recomputed.
-
-    kept(recompute, experts)  returns the bytes that a layer keeps, with or without experts
-    read                      the part of kept("full") that other slices use, too, so that every layer keeps it
-    """
     whole = kept("none", held.num_moe > 0)
     if a.unit > 1:
-        own, layers = kept("full", False) - read, -(-held.num_layers // a.chunks)
+        own, layers = kept("full", False), -(-held.num_layers // a.chunks)
         of_chunk, most = bytes_of_units(layers, a.unit, whole, own)
-        return (
-            of_chunk + layers * read,
-            # `- own`: the input of the unit being recomputed is already counted in `of_chunk`
-            most - of_chunk - own,
-        )
+        # `- own`: the input of the unit being recomputed is already counted in `of_chunk`
+        return of_chunk, most - of_chunk - own
     of_all = 0.0
     for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
         of_all += number * kept(a.recompute, experts) if number else 0.0
@@ -219,7 +195,7 @@ def chunk_bytes(
 
 
 def _buffers(job: Job, layout: Layout, elems: int) -> float:
-    e, tokens = job.bytes_of.activation, _tokens_at_once(job, layout)
+    e, tokens = job.bytes_of.activation, layout.tokens(job)
     ranks = layout.dp * layout.cp
     in_flight = job.bytes_of.gradient * min(2 * bucket_elems(job, layout), elems)
     buckets = in_flight * (ranks > 1)

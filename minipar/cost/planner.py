@@ -26,9 +26,8 @@ from minipar.config.rules import expert_ranks
 from minipar.cost.doubt import NEAR, USUAL_SCHEDULES, unusual
 from minipar.cost.layout import Job, Layout, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
-from minipar.cost.stages import chunk_choices, enough_microbatches, forms_of, least_idle, live_chunks, planned
+from minipar.cost.stages import FORMS, chunk_choices, enough_microbatches, least_idle, live_chunks
 from minipar.cost.timing import least_seconds, step_parts
-from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import divisors
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, without overlap, and holds more
@@ -129,11 +128,11 @@ def is_short(job: Job) -> bool:
 def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
     """Return a key that is smaller for a simpler layout.
 
-    First the number of ways in which the work is split: slices of samples count, dp does not, since it changes no
-    model. Then common practice: tp rather than pp, experts spread over ep, the schedules of USUAL_SCHEDULES, no
-    recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
+    First the number of ways in which the work is split: dp does not count, since it changes no model. Then common practice:
+    tp rather than pp, experts spread over ep, the schedules of USUAL_SCHEDULES, no recomputation, ZeRO stages in the order
+    of SIMPLE_ZERO, one chunk.
     """
-    ways = sum(size > 1 for size in (a.pp, a.cp, a.ep, a.tp, a.slices))
+    ways = sum(size > 1 for size in (a.pp, a.cp, a.ep, a.tp))
     order = USUAL_SCHEDULES.index(a.schedule) if a.schedule in USUAL_SCHEDULES else len(USUAL_SCHEDULES)
     return (
         ways, bool(unusual(job, a)), a.pp > 1, job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order,
@@ -211,40 +210,32 @@ def recomputations(job: Job) -> tuple[str, ...]:
 
 
 class Order(NamedTuple):
-    """An order of the pipeline's work: a schedule, chunks per rank, and slices per sample."""
+    """An order of the pipeline's work: a schedule, and chunks per rank."""
 
     schedule: str
     chunks: int
-    slices: int
 
 
 # Never faster than another schedule that needs no more memory: 1f1b, interleaved, zb-h2. They are not searched.
 DOMINATED = ("gpipe", "breadth-first", "zb-auto")
-
-
-def searched(job: Job) -> tuple[str, ...]:
-    """Return the schedules to search: all that are planned, but DOMINATED, and for short samples those that cut them."""
-    left_out = [name for name in planned() if name in DOMINATED or (SCHEDULES[name].sliced and is_short(job))]
-    return tuple(name for name in planned() if name not in left_out)
+SEARCHED = tuple(name for name in FORMS if name not in DOMINATED)
 
 
 @cache
-def orders(job: Job, pp: int, unit: int, cp: int, tp: int, m: int) -> list[Order]:
+def orders(layers: int, pp: int, unit: int, m: int) -> list[Order]:
     """Return every order that m microbatches fill, and whose largest stage has `unit` or more layers."""
-    layers, found = job.shape.num_layers, []
-    for name in searched(job):
-        if enough_microbatches(name, pp, m):
-            chunks = [
-                v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))
-            ]
-            cuts = forms_of(name).slice_choices(job, Layout(cp=cp, tp=tp, schedule=name))
-            found += [Order(name, v, slices) for v in chunks for slices in cuts]
-    return found
+    filled = (name for name in SEARCHED if enough_microbatches(name, pp, m))
+    found = (Order(name, v) for name in filled for v in chunk_choices(name, layers, pp))
+    return [order for order in found if unit < 2 or unit <= -(-layers // (pp * order.chunks))]
 
 
 def _search(job: Job, cell: Cell, found: Plan) -> None:
     a, m = cell.layout, cell.layout.microbatches(job)
-    states, ways, kept = _states_floors(job, a), orders(job, a.pp, a.unit, a.cp, a.tp, m), _kept_floor(job, a)
+    states, ways, kept = (
+        _states_floors(job, a),
+        orders(job.shape.num_layers, a.pp, a.unit, m),
+        _kept_floor(job, a),
+    )
     found.legal += len(states) * len(ways)
     layers = {order: _layers_kept(job, a.pp, order, m) / max(1, a.unit) for order in ways}
     for zero, num_bytes in states.items():
@@ -252,7 +243,7 @@ def _search(job: Job, cell: Cell, found: Plan) -> None:
         if zero == 3 and num_bytes + _share(job, a) * kept <= job.room_bytes:
             least_s = least_seconds(job, a.with_order(3, "1f1b", 1))  # higher, because it gathers weights
         for order in ways:
-            idle = 1 + least_idle(order.schedule, a.pp, m, order.chunks, order.slices)
+            idle = 1 + least_idle(order.schedule, a.pp, m, order.chunks)
             layout = a.with_order(zero, *order)
             if _matters(found, layout, idle * least_s, num_bytes + layers[order] * kept):
                 evaluate(layout, idle * least_s, found)
@@ -267,9 +258,8 @@ def _share(job: Job, a: Layout) -> float:
 def _layers_kept(job: Job, pp: int, order: Order, m: int) -> float:
     """Return how many layers' activations a rank keeps at once, at least, on average over the ranks."""
     layers = job.shape.num_layers
-    live = [live_chunks(order.schedule, rank, pp, m, order.chunks, order.slices) for rank in range(pp)]
-    alive = sum(live) / pp / order.slices * (layers // (pp * order.chunks))
-    return layers / pp if order.slices > 1 else max(layers / pp, alive)
+    live = sum(live_chunks(order.schedule, rank, pp, m, order.chunks) for rank in range(pp))
+    return max(layers / pp, live / pp * (layers // (pp * order.chunks)))
 
 
 def families_of(job: Job, layout: Layout) -> list[Family]:

@@ -194,8 +194,6 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         values["schedule"] = layout.schedule
     if layout.pp > 1 and SCHEDULES[layout.schedule].chunks is None:
         values["chunks"] = layout.chunks
-    if layout.slices > 1:
-        values |= {"schedule.slices": layout.slices, "model.attention": "flash"}
     if layout.dp * layout.cp > 1 and layout.zero < 3:
         values["bucket-mb"] = f"{job.bytes_of.gradient * bucket_elems(job, layout) / 2**20:g}"
     values |= {"batch-size": job.batch, "seq-len": job.seq_len, "dtype": dtype}
@@ -204,11 +202,11 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         flags
         + ["--sequence-parallel"] * (layout.tp > 1)
         + ["--model.parallel-block"] * shape.parallel_block
-        + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp, layout.slices)]
+        + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp)]
     )
 
 
-def _sizes(shape: ModelShape, job: Job, cp: int, slices: int) -> Iterator[tuple[str, object]]:
+def _sizes(shape: ModelShape, job: Job, cp: int) -> Iterator[tuple[str, object]]:
     for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
         yield name.replace("_", "-"), getattr(shape, name)
     yield "max-seq-len", job.seq_len
@@ -217,5 +215,3 @@ def _sizes(shape: ModelShape, job: Job, cp: int, slices: int) -> Iterator[tuple[
             yield name.replace("_", "-"), getattr(shape, name)
         if cp > 1:  # zigzag gives a rank two pieces of a sample; each piece is one routing group
             yield "group-tokens", job.seq_len // (2 * cp)
-        elif slices > 1:
-            yield "group-tokens", job.seq_len // slices

@@ -2,33 +2,18 @@
 
 `minipar.schedules.simulate` computes the same values from a schedule's actions, but takes time proportional to their
 number, and the planner needs the values a hundred thousand times. Tests check that both are equal. This module has the
-formulas of the library's own schedules; an extra names those of its schedules in `ScheduleChoice.closed_forms`.
+formulas of the library's own schedules; an extra's are not planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from minipar.config.choices import OPTIMIZERS, TENSOR_LAYOUTS
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of
-
-
-class LiveActivations(NamedTuple):
-    """The activations that a rank holds at the worst moment.
-
-    kept           bytes, from forward to backward
-    recomputed     bytes of the layers that are recomputed together
-    logits_tokens  tokens whose logits the last stage holds
-    """
-
-    kept: float
-    recomputed: float
-    logits_tokens: float
 
 
 class RankContents(NamedTuple):
@@ -46,49 +31,24 @@ class RankContents(NamedTuple):
     last: bool
 
 
-@dataclass(frozen=True)
-class ClosedForms:
-    """The formulas of a schedule, for p ranks, m microbatches, v chunks a rank and s slices a sample.
+class ClosedForms(NamedTuple):
+    """The formulas of a schedule, for p ranks, m microbatches and v chunks a rank.
 
-    live    (rank, p, m, v, s) -> the maximum number of activations on a rank: one per stage and microbatch, or slice
-    idle    (p, f, i, w, v) -> a rank's idle time in a step; f, i, w are its F, I, W of one microbatch, or average slice
+    live    (rank, p, m, v) -> the maximum number of activations on a rank: one per stage and microbatch
+    idle    (p, f, i, w, v) -> a rank's idle time in a step; f, i, w are its F, I, W of one microbatch
     fills   (p, m) -> whether m microbatches fill the pipeline, so that the formulas hold
     splits  the backward is split into I and W, so that a rank may be idle for no time at all
     first   all forwards come first: the last stage holds all logits
-
-    An extra has a subclass for schedules that cut samples into slices.
     """
 
-    live: Callable[[int, int, int, int, int], int]
+    live: Callable[[int, int, int, int], int]
     idle: Callable[[int, float, float, float, int], float]
     fills: Callable[[int, int], bool]
     splits: bool = False
     first: bool = False
 
-    def why_illegal(self, job: Any, layout: Any) -> str | None:
-        """Return in one line why samples cannot be cut into the layout's slices; None if they can."""
-        if layout.slices > 1:
-            return f"slices={layout.slices} needs a schedule of slices, not {layout.schedule}"
-        return None
 
-    def slice_choices(self, job: Any, layout: Any) -> tuple[int, ...]:
-        """Return the numbers of slices to search for this layout; its own `slices` is ignored."""
-        return (1,)
-
-    def largest_slice(self, job: Any, layout: Any) -> int:
-        """Return the tokens of the longest slice of a sample on one rank."""
-        return int(job.seq_len // layout.cp)
-
-    def largest_share(self, job: Any, layout: Any) -> float:
-        """Return the cost of the most expensive slice, divided by the mean cost."""
-        return 1.0
-
-    def activations(self, job: Any, layout: Any, held: RankContents) -> LiveActivations | None:
-        """Return the live activations of a rank with contents `held`; None: `live_chunks` counts whole microbatches."""
-        return None
-
-
-def always(p: int, m: int) -> bool:
+def _always(p: int, m: int) -> bool:
     return True
 
 
@@ -100,7 +60,7 @@ def _twice(p: int, m: int) -> bool:
     return m >= 2 * p - 1
 
 
-def _interleaved(r: int, p: int, m: int, v: int, s: int) -> int:
+def _interleaved(r: int, p: int, m: int, v: int) -> int:
     return min(p - r, m) if v == 1 else min(2 * (p - r - 1) + (v - 1) * p + 1, m * v)
 
 
@@ -110,58 +70,47 @@ def _dualpipe_v(p: int, f: float, i: float, w: float, v: int) -> float:
 
 # The formulas stand in words at `live_chunks` and `idle_s`.
 FORMS = {
-    "1f1b": ClosedForms(lambda r, p, m, v, s: min(p - r, m), lambda p, f, i, w, v: (p - 1) * (f + i + w), always),
+    "1f1b": ClosedForms(lambda r, p, m, v: min(p - r, m), lambda p, f, i, w, v: (p - 1) * (f + i + w), _always),
     "gpipe": ClosedForms(
-        lambda r, p, m, v, s: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w), always, first=True
+        lambda r, p, m, v: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w), _always, first=True
     ),
     "interleaved": ClosedForms(_interleaved, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds),
     "breadth-first": ClosedForms(
-        lambda r, p, m, v, s: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds, first=True
+        lambda r, p, m, v: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds, first=True
     ),
     "zb-h1": ClosedForms(
-        lambda r, p, m, v, s: min(p, m), lambda p, f, i, w, v: (p - 1) * (f + i - min(f, w)), _twice, splits=True
+        lambda r, p, m, v: min(p, m), lambda p, f, i, w, v: (p - 1) * (f + i - min(f, w)), _twice, splits=True
     ),
     "zb-h2": ClosedForms(
-        lambda r, p, m, v, s: min(2 * p - 1, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
+        lambda r, p, m, v: min(2 * p - 1, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
         splits=True,
     ),
     "zb-auto": ClosedForms(
-        lambda r, p, m, v, s: min(2 * p, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
+        lambda r, p, m, v: min(2 * p, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
         splits=True,
     ),
     "zb-v": ClosedForms(
-        lambda r, p, m, v, s: min(2 * p, 2 * m), lambda p, f, i, w, v: (p - 1) * max(0.0, i - w), _twice, splits=True
+        lambda r, p, m, v: min(2 * p, 2 * m), lambda p, f, i, w, v: (p - 1) * max(0.0, i - w), _twice, splits=True
     ),
     "dualpipe-v": ClosedForms(
-        lambda r, p, m, v, s: min(2 * p + 1, 2 * m), _dualpipe_v, lambda p, m: m >= 2 * p, splits=True
+        lambda r, p, m, v: min(2 * p + 1, 2 * m), _dualpipe_v, lambda p, m: m >= 2 * p, splits=True
     ),
 }  # fmt: skip
 
 
-@cache
 def forms_of(schedule: str) -> ClosedForms:
-    """Import and return the formulas of a schedule. Raises ValueError for a schedule that is unknown or not planned."""
-    if schedule in FORMS:
-        return FORMS[schedule]
-    place = SCHEDULES[schedule].closed_forms
-    if not place:
-        raise ValueError(f"schedule={schedule} {_no_forms()}")
-    module, _, name = place.partition(":")
-    return cast(ClosedForms, getattr(import_module(module), name))
+    """Return the formulas of a schedule. Raises ValueError for a schedule that is unknown or not planned."""
+    if schedule not in FORMS:
+        raise ValueError(f"schedule={schedule} {NO_FORMS}")
+    return FORMS[schedule]
 
 
-def planned() -> tuple[str, ...]:
-    """Return the schedules that have closed forms: the library's own, and those of the installed extras."""
-    return tuple(name for name, c in SCHEDULES.usable().items() if name in SCHEDULES.own or c.closed_forms)
-
-
-def _no_forms() -> str:
-    return f"has no closed form, and is not planned; use {one_of(planned())}"
+NO_FORMS = f"has no closed form, and is not planned; use {one_of(FORMS)}"
 
 
 def unplanned() -> dict[str, str]:
     """Return the schedules, layouts of tp and optimizers that cannot be planned: name -> why, or what to plan instead."""
-    schedules = {name: _no_forms() for name in SCHEDULES.usable() if name not in planned()}
+    schedules = dict.fromkeys(SCHEDULES.extras(), NO_FORMS)
     layouts = dict.fromkeys(TENSOR_LAYOUTS.extras(), "is a layout of tp that is not planned; use tp alone")
     optimizers = dict.fromkeys(OPTIMIZERS.extras(), "is not planned; leave it out: states are AdamW's")
     return schedules | layouts | optimizers
@@ -196,8 +145,8 @@ def stages_of(schedule: str, rank: int, pp: int, chunks: int) -> tuple[int, ...]
     return tuple(range(rank, pp * chunks, pp))
 
 
-def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1, slices: int = 1) -> int:
-    """Return the maximum number of activations that rank r of p holds, one per stage and microbatch (or slice).
+def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1) -> int:
+    """Return the maximum number of activations that rank r of p holds, one per stage and microbatch.
 
     gpipe, breadth-first   m v
     1f1b                   min(p - r, m)
@@ -210,11 +159,11 @@ def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1, slic
 
     Valid for m >= p; equals the simulator's peak_live.
     """
-    return forms_of(schedule).live(rank, pp, m, chunks, slices)
+    return forms_of(schedule).live(rank, pp, m, chunks)
 
 
 def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1) -> float:
-    """Return a rank's idle time in a step, by schedule; f, i, w are its F, I, W of one microbatch (or average slice).
+    """Return a rank's idle time in a step, by schedule; f, i, w are its F, I, W of one microbatch.
 
     1f1b, gpipe                  (p-1) (F + I + W)
     interleaved, breadth-first   (p-1) (F + I + W) / v
@@ -228,9 +177,9 @@ def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1
     return forms_of(schedule).idle(pp, f, i, w, chunks)
 
 
-def least_idle(schedule: str, pp: int, m: int, chunks: int, slices: int = 1) -> float:
-    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers: (p-1)/(m v s)."""
-    return 0.0 if forms_of(schedule).splits else (pp - 1) / (m * chunks * slices)
+def least_idle(schedule: str, pp: int, m: int, chunks: int) -> float:
+    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers: (p-1)/(m v)."""
+    return 0.0 if forms_of(schedule).splits else (pp - 1) / (m * chunks)
 
 
 def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
@@ -238,13 +187,13 @@ def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
     return forms_of(schedule).fills(pp, m)
 
 
-def live_heads(schedule: str, m: int, slices: int = 1) -> int:
-    """Return the maximum number of microbatches (or slices) between forward and backward on the last stage.
+def live_heads(schedule: str, m: int) -> int:
+    """Return the maximum number of microbatches between forward and backward on the last stage.
 
-    It is m if all forwards come first, else 1: the last stage then runs a backward right after its forward, and if samples
-    are cut, a sample's last slice runs backward first. All but the first of these backwards directly follow another one.
+    It is m if all forwards come first, else 1: the last stage then runs a backward right after its forward. All but the
+    first of these backwards directly follow another one.
     """
-    return m if forms_of(schedule).first else slices
+    return m if forms_of(schedule).first else 1
 
 
 def chunk_choices(schedule: str, num_layers: int, pp: int) -> tuple[int, ...]:

@@ -3,9 +3,6 @@
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
            + exposed gradients + update
 
-With s slices per sample, the m s slices run one after another, and each counts with the time of the average slice. Idle
-time counts with the time of the largest slice.
-
 Messages that a program sends beside arithmetic are hidden in part, since both share the GPU and its memory, and a late
 message delays every rank. A fraction of them hides at most, and no more of them than there is arithmetic:
 
@@ -32,7 +29,7 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
 from minipar.cost.ranks import bucket_elems, held_elems, layer_kinds_elems, rank_kinds
-from minipar.cost.stages import RankContents, forms_of, idle_s
+from minipar.cost.stages import RankContents, idle_s
 from minipar.cost.traffic import (
     cp_layer_bytes,
     dispatch_bytes,
@@ -95,7 +92,7 @@ Reduce = Callable[[tuple[int, int]], Reduction]
 
 
 class RankWork(NamedTuple):
-    """The time of one microbatch (or average slice) on one rank: by part, and as F, I and W including their waits."""
+    """The time of one microbatch on one rank: by part, and as F, I and W including their waits."""
 
     parts: dict[str, float]
     seconds: Seconds
@@ -111,18 +108,18 @@ def step_time(job: Job, layout: Layout) -> StepTime:
 
 def step_parts(job: Job, layout: Layout, reduce: Reduce | None = None) -> dict[str, float]:
     """Return the time of each of PARTS in a step. `reduce` replaces the reduction of uncompressed gradients."""
-    a, forms = layout, forms_of(layout.schedule)
+    a = layout
     kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
     layer = _layer_layout(a)
     works = [_rank_work(job, layer, held.num_layers, held.num_moe, held.last) for held in kinds]
     held, slowest = max(zip(kinds, works), key=lambda pair: pair[1].seconds.total)
-    parts = {name: a.microbatches(job) * a.slices * slowest.parts.get(name, 0.0) for name in PARTS}
+    parts = {name: a.microbatches(job) * slowest.parts.get(name, 0.0) for name in PARTS}
     if a.pp > 1:
         # While the other ranks fill and drain the pipeline, the slowest idles: their mean time counts.
         sums = (sum(k.num_ranks * w.seconds[op] for k, w in zip(kinds, works)) for op in range(3))
         f, i, w = ((total - own) / (a.pp - 1) for total, own in zip(sums, slowest.seconds))
-        parts["idle"] = forms.largest_share(job, a) * idle_s(a.schedule, a.pp, f, i, w, a.chunks)
-        parts["pp"] = 2 * (a.pp * a.chunks - 1) * send_s(job.machine, a, message_bytes(job, a) / a.slices)
+        parts["idle"] = idle_s(a.schedule, a.pp, f, i, w, a.chunks)
+        parts["pp"] = 2 * (a.pp * a.chunks - 1) * send_s(job.machine, a, message_bytes(job, a))
     parts["zero3"] += _roots_s(job, a, held)
     parts["gradients"] = _gradients_s(job, a, held, slowest.seconds, reduce)
     parts["update"] = _update_s(job, a, held)
@@ -144,7 +141,7 @@ def least_seconds(job: Job, a: Layout) -> float:
     moe = job.shape.num_moe_layers
     work = _rank_work(job, _layer_layout(a), job.shape.num_layers, moe, True).seconds.total
     # A lower bound must not exceed the exact time, in which the same terms, summed in another order, may round lower.
-    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
+    return a.microbatches(job) * work / a.pp * (1 - 1e-9)
 
 
 def _layer_layout(a: Layout) -> Layout:
@@ -153,14 +150,12 @@ def _layer_layout(a: Layout) -> Layout:
     dp affects a layer's time only if ZeRO-3 gathers weights.
     """
     dp, zero = (a.dp, 3) if a.zero == 3 else (1, 0)
-    return Layout(
-        dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention, a.slices
-    )
+    return Layout(dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention)
 
 
 @cache
 def _rank_work(job: Job, a: Layout, num_layers: int, num_moe: int, last: bool) -> RankWork:
-    head = head_seconds(job, a.tokens(job) / a.slices, a.tp) if last else Seconds(0.0, 0.0, 0.0)
+    head = head_seconds(job, a.tokens(job), a.tp) if last else Seconds(0.0, 0.0, 0.0)
     parts, seconds = {"compute": head.total}, head
     for number, experts in ((num_layers - num_moe, False), (num_moe, True)):
         if number:
@@ -174,7 +169,7 @@ def _rank_work(job: Job, a: Layout, num_layers: int, num_moe: int, last: bool) -
 @cache
 def _layer_work(job: Job, a: Layout, experts: bool) -> RankWork:
     """Return the work of one layer. Each wait is a pair of seconds: in the forward, in the backward."""
-    tokens = a.tokens(job) / a.slices
+    tokens = a.tokens(job)
     work = layer_seconds(job, tokens, a.tp, experts, a.ep)
     again = again_seconds(job, a.recompute, tokens, a.tp, experts, a.ep)
     behind = work.forward, again + work.input_gradient + work.weight_gradient
@@ -202,7 +197,7 @@ def _exposed(messages_s: float, arithmetic_s: float, fraction: float) -> float:
 
 def _tp_s(job: Job, a: Layout, experts: bool, behind: tuple[float, float]) -> tuple[float, float]:
     """Return the waits for sums of hidden states: all-reduces, or with sequence parallelism the two halves of each."""
-    links, how, size = axis_links(job.machine, a, "tp"), job.implementation, hidden_bytes(job, a) / a.slices
+    links, how, size = axis_links(job.machine, a, "tp"), job.implementation, hidden_bytes(job, a)
     kinds = ("reduce_scatter", "all_gather") if how.sequence_parallel else ("all_reduce",)
     each = sum(collective_s(job.machine, links, kind, size) for kind in kinds)
     fraction = HIDDEN_TP if how.overlap_tp else 0.0
@@ -219,7 +214,7 @@ def dispatch_s(job: Job, a: Layout) -> float:
     """
     how, machine, k = job.implementation, job.machine, job.shape.top_k
     links = axis_links(machine, a, "ep", how.fold_experts)
-    once, nodes = dispatch_bytes(job, a) / a.slices / k, links.nodes
+    once, nodes = dispatch_bytes(job, a) / k, links.nodes
 
     def places(n: int) -> float:
         if how.adjacent_experts:

@@ -23,8 +23,6 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            `root_gathers`; tied ones in a pipeline are not gathered, and 2 (P-1)/P of their gradients are sent. With
            replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
 
-If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
-slice, not once per microbatch. Nothing else changes.
 """
 
 from __future__ import annotations
@@ -115,7 +113,7 @@ def _tp(job: Job, layout: Layout, rank: int) -> float:
     whole = (shape.norms_per_layer * held.num_layers + held.last) * shape.dim
     if shape.kv_latent_dim:
         whole += held.num_layers * (whole_latent_elems(shape) + shape.kv_latent_dim + shape.q_latent_dim)
-    elems = (sums * shape.dim + routed + latents) * tokens + split * m * layout.slices * whole
+    elems = (sums * shape.dim + routed + latents) * tokens + split * m * whole
     return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
 
 
@@ -214,11 +212,11 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
         # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
         once, again = reduced, reduced if layout.zero == 0 else b.weight
         if layout.zero > 1 and how.reduce_every == "microbatch":
-            once *= m * layout.slices
+            once *= m
         num_bytes: float = (once + again) * elems
         if layout.zero == 3:
             of_layers = elems - sum(root for root, _ in roots)
-            gathered = m * layout.slices * gathers(layout) * of_layers + sum(root * n for root, n in roots)
+            gathered = m * gathers(layout) * of_layers + sum(root * n for root, n in roots)
             num_bytes = once * elems + b.weight * gathered + 2 * reduced * whole
         between = 2 * (copies - 1) / copies * reduced * (elems / shards + whole)
         sent.append((num_bytes * (shards - 1) / shards, between))
@@ -238,19 +236,19 @@ def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int
     """Return (elements, gathers in a step) of each ZeRO-3 root on the rank. A root holds the parameters outside the layers.
 
     Each forward gathers the root, and leaves it gathered until another unit, or the next forward, begins. So the gathers
-    are, for u microbatches or slices of them:
+    are, for u microbatches:
 
     no pipeline       u     the backward begins in the root, which is still gathered
     the first stage   2 u   the backward begins in the last layer, which reshards the root, so it is gathered again
     the last stage    u + live_heads - 1    as without a pipeline, but a backward that directly follows another backward
                             gathers the root again, since the earlier backward has resharded it
     """
-    units = layout.microbatches(job) * layout.slices
+    units = layout.microbatches(job)
     if layout.pp == 1:
         return [(ends_elems(job, layout, held), units)]
     if unsharded_elems(job, layout, held):
         return []
-    again = live_heads(layout.schedule, layout.microbatches(job), layout.slices) - 1
+    again = live_heads(layout.schedule, units) - 1
     first, last = end_stages_elems(job, layout)
     return [(first, 2 * units)] * held.first + [(last, units + again)] * held.last
 

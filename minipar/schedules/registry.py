@@ -24,7 +24,6 @@ class ScheduleChoice(Choice):
     chunks        stages per rank; None: any number, 2 if not given
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
     pipeline      "module:name" of the `Pipeline` that runs it
-    closed_forms  "module:name" of an extra's formulas for the planner, a `minipar.cost.stages.ClosedForms`; "": none
     """
 
     def __init__(
@@ -35,14 +34,12 @@ class ScheduleChoice(Choice):
         v_shaped: bool = False,
         pipeline: str = "minipar.pipeline:Pipeline",
         takes: Sequence[str] = (),
-        closed_forms: str = "",
         help: str = "",
         options: type | None = None,
     ):
         super().__init__(pipeline, help, options)
         self.build, self.chunks, self.v_shaped = build, chunks, v_shaped
         self.takes, self.sliced = tuple(takes), "slices" in takes
-        self.closed_forms = closed_forms
 
     def priced_as(self, config: Any) -> str:
         """Return the name of the schedule whose formulas predict this run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minipar.config.choices import CHOSEN
 from minipar.config.train_config import TrainConfig
 from minipar.cost import Implementation, Job, Layout, Machine, ModelShape
-from minipar.cost.stages import enough_microbatches, planned
+from minipar.cost.stages import FORMS, enough_microbatches
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
 # Options that change time or bytes but are in no formula, with their defaults. Options whose values are choices (such as
@@ -35,10 +35,9 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
     microbatch = max(1, config.batch_size // config.dp // config.microbatches)
     name, chunks = _planned_order(config)
-    slices = getattr(config.options.get("schedule"), "slices", 1) if SCHEDULES[name].sliced else 1
     return job, Layout(
         config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, name, chunks, microbatch, config.recompute,
-        config.cp_attention, slices,
+        config.cp_attention,
     )  # fmt: skip
 
 
@@ -54,7 +53,7 @@ def _planned_order(config: TrainConfig) -> tuple[str, int]:
     A schedule without closed formulas, or with too few microbatches, is predicted as 1F1B.
     """
     name = config.choice("schedule").priced_as(config)
-    if name not in planned() or not enough_microbatches(name, config.pp, config.microbatches):
+    if name not in FORMS or not enough_microbatches(name, config.pp, config.microbatches):
         return "1f1b", 1
     return name, chunks_per_rank(name, config.chunks if SCHEDULES[name].chunks is None else None)
 

@@ -344,7 +344,6 @@ def test_a_planted_fault_in_breaking_ties_is_seen(where, name, fault, monkeypatc
         ("dp2-cp2-tp2-zero1", "cp4-tp2-zero1"),
         ("dp8-zero1", "dp8-zero3"),
         ("dp2-pp2-tp2-zero1-1f1b", "pp4-tp2-interleaved:2"),
-        ("dp2-pp2-tp2-zero1-1f1b", "dp2-pp4-zero1-seq1f1b:2"),
         ("dp8-zero1", "dp8-zero1-full"),
         ("dp2-pp2-tp2-zero1", "dp2-pp2-cp2-zero1"),
         ("dp4-tp2-zero1", "dp4-pp2-zero1"),

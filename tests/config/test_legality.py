@@ -12,7 +12,7 @@ from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Implementation, Job, Layout, why_illegal, why_not_priced
 from minipar.cost.machines import MACHINES
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import planned
+from minipar.cost.stages import FORMS
 from minipar.schedules.registry import SCHEDULES
 from tests.examples import examples
 
@@ -36,9 +36,8 @@ def jobs_and_runs(draw):
     pp, cp, dp, tp = (pick(*SIZES) for _ in range(4))
     assume(pp * cp * dp * tp <= 64)
     cp_attention = pick("ring", "ring", "ulysses", "all_gather", "usp") if cp > 1 else "ring"
-    schedule = pick(*planned()) if pp > 1 else "1f1b"
+    schedule = pick(*FORMS) if pp > 1 else "1f1b"
     choice = SCHEDULES[schedule]
-    slices = pick(2, 3, 5, 64) if choice.sliced else 1
     batch, microbatch = pick(8, 12, 16, 24, 48), pick(1, 1, 2, 3)
     samples = batch // dp
     assume(samples % microbatch == 0 and samples)
@@ -49,7 +48,6 @@ def jobs_and_runs(draw):
         cp_attention=cp_attention, cp_ulysses=pick(1, 2, 3, 4) if cp_attention == "usp" else 1,
         recompute=pick("none", "full", "every:2", *["selective"] * (model.attention == "plain")),
         batch_size=batch, microbatches=samples // microbatch, seq_len=pick(24, 25, 26, 27, 36, 50, 64, 96),
-        options={"schedule": {"slices": slices}} if choice.sliced else {},
     )  # fmt: skip
     how = Implementation(
         "dense" if model.attention == "plain" else model.attention, sequence_parallel=run["sequence_parallel"],
@@ -57,7 +55,7 @@ def jobs_and_runs(draw):
     )  # fmt: skip
     layout = Layout(
         dp, pp, cp, run["ep"], tp, run["zero"], schedule, run["chunks"] or choice.chunks, microbatch,
-        run["recompute"], cp_attention, slices,
+        run["recompute"], cp_attention,
     )  # fmt: skip
     job = Job(
         ModelShape.of(model), MACHINES["h100"], layout.world_size, run["seq_len"], batch, "float32", how

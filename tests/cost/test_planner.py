@@ -15,6 +15,7 @@ from minipar.cost.models import ModelShape
 from minipar.cost.planner import (
     FAMILIES,
     FRONT_REACH,
+    SEARCHED,
     SEARCHED_CP,
     Candidate,
     Infeasible,
@@ -22,11 +23,10 @@ from minipar.cost.planner import (
     families_of,
     is_short,
     plan,
-    searched,
 )
 from minipar.cost.reasons import no_fit, reasons, why_nots
 from minipar.cost.report import _near_words
-from minipar.cost.stages import forms_of, planned, unplanned
+from minipar.cost.stages import FORMS, forms_of, unplanned
 from minipar.cost.timing import step_time
 from minipar.schedules.registry import SCHEDULES
 
@@ -41,7 +41,7 @@ JOBS = [
     Job(TINY, replace(MACHINES["h100"], memory_bytes=1e9), 4, 512, 8),
     # Whole gradients are too much here, so that only one large microbatch fits.
     Job(replace(TINY, num_heads=1, num_kv_heads=1), replace(MACHINES["h100"], memory_bytes=2.68e9), 8, 32, 16),
-    # One long sample, on a machine whose nodes are slow to reach: the stages work on its slices at once.
+    # One long sample, on a machine whose nodes are slow to reach.
     Job(TINY, replace(MACHINES["h100"], memory_bytes=9e9, gpus_per_node=1, card_bytes_per_s=1e9), 4, 16384, 1),
 ]  # fmt: skip
 
@@ -70,22 +70,20 @@ def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
 def every_layout(job: Job):
     """Yield (layout, bytes beyond the memory, seconds) of each legal layout."""
     sizes = [d for d in range(1, job.gpus + 1) if job.gpus % d == 0]
-    choices = {name: SCHEDULES[name] for name in searched(job)}
     orders = [
-        (name, v, slices)
-        for name, choice in choices.items()
-        for v in ((2, 4) if choice.chunks is None else (choice.chunks,))
-        for slices in ((2, 4, 8, 16) if choice.sliced else (1,))
+        (name, v)
+        for name in SEARCHED
+        for v in ((2, 4) if SCHEDULES[name].chunks is None else (SCHEDULES[name].chunks,))
     ]
     recomputes = ("none", "selective", "full", "every:2", "every:4", "every:8")
     for tp, pp, cp, dp, ep in product(sizes, repeat=5):
         if tp * pp * cp * dp != job.gpus:
             continue
         zeros = range(4) if dp * cp > 1 else (0,)
-        for zero, (name, v, slices), mb, how, attention in product(
+        for zero, (name, v), mb, how, attention in product(
             zeros, orders, range(1, job.batch + 1), recomputes, SEARCHED_CP
         ):
-            layout = Layout(dp, pp, cp, ep, tp, zero, name, v, mb, how, attention, slices)
+            layout = Layout(dp, pp, cp, ep, tp, zero, name, v, mb, how, attention)
             if why_illegal(job, layout) or (zero == 2 and accumulates(job, layout)):
                 continue
             num_bytes = sum(worst_rank_memory(job, layout)[1].values())
@@ -141,7 +139,6 @@ def near_of(job: Job, fits: list[Candidate]) -> list[Candidate]:
     ("name", "saved", "taken"),
     [
         ("dp16-pp2-zb-v", 0.14, False), ("dp16-pp2-zb-v", 0.15, True), ("dp2-tp16", 0.14, False), ("dp2-tp16", 0.15, True),
-        ("dp16-pp2-seq1f1b:4", 0.14, False),
     ],
 )  # fmt: skip
 def test_what_is_unusual_must_save_more_than_its_doubt(name, saved, taken):
@@ -266,9 +263,9 @@ def test_a_number_of_gpus_that_cannot_share_the_batch_is_told_apart():
 
 
 def test_a_schedule_is_planned_or_it_is_said_what_to_plan():
-    assert set(SCHEDULES.own) <= set(planned()) <= set(SCHEDULES) <= {*planned(), *unplanned()}
-    assert not set(planned()) & set(unplanned())
-    for name in set(SCHEDULES) - set(planned()):
+    assert set(SCHEDULES.own) == set(FORMS) <= set(SCHEDULES) <= {*FORMS, *unplanned()}
+    assert not set(FORMS) & set(unplanned())
+    for name in set(SCHEDULES) - set(FORMS):
         with pytest.raises(ValueError, match=f"schedule={name} {unplanned()[name]}"):
             forms_of(name)
 

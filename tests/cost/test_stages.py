@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
 from minipar.cost.stages import (
+    FORMS,
     chunk_choices,
     enough_microbatches,
     idle_s,
     live_chunks,
     live_heads,
-    planned,
     stage_layers,
     stages_of,
 )
@@ -24,53 +24,47 @@ from tests.cost.published import ZB_1F1B
 from tests.examples import examples
 
 
-def made(schedule: str, pp: int, m: int, v: int, slices: int) -> Schedule:
-    """The schedule, with v chunks a rank where it leaves them open, and its samples cut if it cuts any."""
-    choice = SCHEDULES[schedule]
-    return make_schedule(
-        schedule, pp, m, v if choice.chunks is None else None, **({"slices": slices} if choice.sliced else {})
-    )
+def made(schedule: str, pp: int, m: int, v: int) -> Schedule:
+    """The schedule, with v chunks a rank where it leaves them open."""
+    return make_schedule(schedule, pp, m, v if SCHEDULES[schedule].chunks is None else None)
 
 
 @examples(80)
 @given(
-    schedule=st.sampled_from(planned()),
+    schedule=st.sampled_from(list(FORMS)),
     pp=st.integers(2, 6),
     rounds=st.integers(2, 4),
     v=st.sampled_from([2, 4]),
-    s=st.integers(2, 8),
     f=st.floats(0.5, 2),
     extra=st.floats(0, 1),
     w=st.floats(0.5, 2),
 )
-def test_idle_time_and_live_activations_are_the_simulators(schedule, pp, rounds, v, s, f, extra, w):
+def test_idle_time_and_live_activations_are_the_simulators(schedule, pp, rounds, v, f, extra, w):
     """For I and F of at least W, and in a V also I of at least F: attention has no weights, and recomputation adds to I."""
-    choice, f, m = SCHEDULES[schedule], max(f, w), rounds * pp
-    i = (f if choice.v_shaped else w) + extra
-    slices = s if choice.sliced else 1
-    whole = made(schedule, pp, m, v, slices)
+    f, m = max(f, w), rounds * pp
+    i = (f if SCHEDULES[schedule].v_shaped else w) + extra
+    whole = made(schedule, pp, m, v)
     chunks = whole.num_stages // pp
     timeline = simulate(whole, Costs(f / chunks, i / chunks, w / chunks))
     assert enough_microbatches(schedule, pp, m)
-    idle = timeline.longest_own_span - m * slices * (f + i + w)
+    idle = timeline.longest_own_span - m * (f + i + w)
     assert idle == pytest.approx(idle_s(schedule, pp, f, i, w, chunks), rel=1e-9, abs=1e-9)
-    live = [live_chunks(schedule, rank, pp, m, chunks, slices) for rank in range(pp)]
+    live = [live_chunks(schedule, rank, pp, m, chunks) for rank in range(pp)]
     assert tuple(live) == timeline.peak_live
     for rank in range(pp):
         assert stages_of(schedule, rank, pp, chunks) == whole.stages_of(rank)
 
 
-@pytest.mark.parametrize("schedule", planned())
+@pytest.mark.parametrize("schedule", FORMS)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_the_last_stages_backwards_follow_forwards_but_for_live_heads(schedule, pp, rounds):
-    slices = 3 if SCHEDULES[schedule].sliced else 1
-    whole = made(schedule, pp, rounds * pp, 2, slices)
+    whole = made(schedule, pp, rounds * pp, 2)
     last = whole.num_stages - 1
     own = next(actions for actions in whole.actions if any(a.stage == last for a in actions))
     ops = [action.op for action in own if action.stage == last and action.op != "W"]
     again = sum(before != "F" and op != "F" for before, op in zip(ops, ops[1:]))
-    assert live_heads(schedule, rounds * pp, slices) - 1 == again
+    assert live_heads(schedule, rounds * pp) - 1 == again
 
 
 @pytest.mark.parametrize("row", ZB_1F1B)

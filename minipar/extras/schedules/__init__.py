@@ -6,7 +6,6 @@ offloaded.py           a schedule of the core with a limit on live activations; 
 offloaded_pipeline.py  its pipeline: how a stage offloads a microbatch's activations
 sequence_slices.py     Seq1F1B: samples cut into slices of tokens, and the best cut
 sliced_pipeline.py     the pipeline of slices: keys and values that a stage keeps between them
-slice_costs.py         the planner's formulas for slices: tokens, bytes, and the number of live slices
 slicing.py             where a run's samples are cut, and which samples can be cut
 optimal.py             the shortest schedule, by exact search, for small p and m
 choices.py             the choices of --schedule, and which configurations they refuse

@@ -85,7 +85,6 @@ SEQ1F1B = Sliced(
     takes=("slices", "sizes"),
     options=SliceOptions,
     pipeline="minipar.extras.schedules.sliced_pipeline:SlicedPipeline",
-    closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
     help="1f1b over slices of tokens",
 )
 V_MIN = ScheduleChoice(v_min, 2, v_shaped=True, help="a V with a third of 1f1b's memory")

@@ -17,38 +17,25 @@ MOST_PARTS = 64  # about this many positions of a cut are tried
 
 def check_slices(config: TrainConfig) -> None:
     """Raise ValueError if the samples of a TrainConfig cannot be cut into `schedule.slices` slices."""
-    slices = config.options["schedule"].slices
-    if why := why_slices_illegal(
-        slices, config.seq_len, config.cp, _whole_tokens_of(config), _parts_of(config)
-    ):
-        raise ValueError(why)
+    slices, seq_len = config.options["schedule"].slices, config.seq_len
+    if slices < 2:
+        raise ValueError(f"schedule.slices={slices} cuts no sample; use 2 or more, or schedule=1f1b")
+    if config.cp > 1:
+        raise ValueError(
+            f"schedule.slices={slices}: a slice sees those before it on its own rank, and cp={config.cp} spreads a sample "
+            "over ranks; use one of the two"
+        )
+    parts = -(-seq_len // _whole_tokens(config))
+    if slices > parts:
+        raise ValueError(
+            f"schedule.slices={slices} are more than the {parts} parts of seq_len={seq_len} {_parts_of(config)}; use "
+            f"{parts} or fewer"
+        )
     if config.compile != "none":
         raise ValueError(
             f"schedule.slices={slices} changes what attention sees from slice to slice, and compile={config.compile} makes "
             "one graph of it; use compile=none"
         )
-
-
-def why_slices_illegal(
-    slices: int, seq_len: int, cp: int, whole_tokens: int, parts_of: str = ""
-) -> str | None:
-    """Return why a sample cannot be cut into `slices` slices; None if it can be.
-
-    whole_tokens  a sample may be cut only at multiples of this number of tokens
-    parts_of      text that describes these multiples in the message
-    """
-    if slices < 2:
-        return f"schedule.slices={slices} cuts no sample; use 2 or more, or schedule=1f1b"
-    if cp > 1:
-        return (
-            f"schedule.slices={slices}: a slice sees those before it on its own rank, and cp={cp} spreads a sample over "
-            "ranks; use one of the two"
-        )
-    parts = -(-seq_len // whole_tokens)
-    if slices > parts:
-        of = parts_of or f"of {whole_tokens} tokens"
-        return f"schedule.slices={slices} are more than the {parts} parts of seq_len={seq_len} {of}; use {parts} or fewer"
-    return None
 
 
 def slice_sizes(config: TrainConfig) -> tuple[int, ...]:
@@ -58,21 +45,13 @@ def slice_sizes(config: TrainConfig) -> tuple[int, ...]:
     if model.kv_latent_dim:
         attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
     matrices = attention + 3 * model.dim * model.hidden_dim
-    return equal_costs(config.seq_len, slices, model.core_width // 2, matrices, _whole_tokens_of(config))
+    return equal_costs(config.seq_len, slices, model.core_width // 2, matrices, _whole_tokens(config))
 
 
-def whole_tokens(group_tokens: int, tp: int) -> int:
-    """Return the number of tokens at whose multiples a sample may be cut.
-
-    group_tokens  tokens of a routing group, which must lie in one slice; 1 without experts
-    tp            number of ranks over which a slice's tokens are split
-    """
-    return lcm(group_tokens, tp)
-
-
-def _whole_tokens_of(config: TrainConfig) -> int:
+def _whole_tokens(config: TrainConfig) -> int:
+    """Return the number of tokens at whose multiples a sample may be cut: routing groups, and equal parts for tp."""
     groups = (config.model.group_tokens or config.seq_len) if config.model.num_experts else 1
-    return whole_tokens(groups, config.tp if config.sequence_parallel else 1)
+    return lcm(groups, config.tp if config.sequence_parallel else 1)
 
 
 def _parts_of(config: TrainConfig) -> str:

@@ -183,7 +183,7 @@ def test_the_line_says_what_was_chosen_and_why():
     ("changes", "left_out"),
     [
         (dict(), []),
-        (dict(pp=2, microbatches=2, schedule=("seq1f1b", {"slices": 2})), []),
+        (dict(pp=2, microbatches=2, schedule=("seq1f1b", {"slices": 2})), ["schedule=seq1f1b (as 1f1b)"]),
         (dict(pp=2, dp=1, microbatches=2, schedule="v-min"), ["schedule=v-min (as 1f1b)"]),
         (dict(pp=2, dp=1, microbatches=1, schedule="zb-h1"), ["schedule=zb-h1 (as 1f1b)"]),
         (dict(tp=1, optimizer="muon"), ["optimizer=muon"]),
