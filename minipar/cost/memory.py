@@ -27,7 +27,6 @@ from functools import cache
 
 from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
-from minipar.cost.models import layer_elems
 from minipar.cost.ranks import (
     bucket_elems,
     ends_elems,
@@ -83,35 +82,6 @@ def worst_rank_memory(job: Job, layout: Layout) -> tuple[int, dict[str, float]]:
     kinds = rank_kinds(job, layout.schedule, layout.pp, layout.chunks)
     found = [(held.rank, held_memory(job, layout, held)) for held in kinds]
     return max(found, key=lambda pair: sum(pair[1].values()))
-
-
-@cache
-def _dense_and_expert_elems(job: Job) -> tuple[int, int]:
-    experts = sum(layer_elems(job.shape, i)[1] for i in range(job.shape.num_layers))
-    return job.shape.num_params - experts, experts
-
-
-def state_floor(
-    job: Job, tp: int, pp: int, ranks: int, ep: int, zero: int, accumulates: bool = False
-) -> float:
-    """Return a lower bound on the bytes of parameters, gradients and optimizer states on the fullest pp rank.
-
-    The bound assumes an even share over the pp ranks.
-
-    accumulates  gradients accumulate over several microbatches, so ZeRO does not shard them
-    """
-    b = job.bytes_of
-    dense, experts = _dense_and_expert_elems(job)
-    total = 0.0
-    fold = tp if job.implementation.fold_experts else 1
-    for elems, sharers, split in (
-        (dense, ranks, tp * pp),
-        (experts, ranks * fold // ep, tp * pp * ep // fold),
-    ):
-        cut_gradients = zero >= 2 and not accumulates
-        cuts = (sharers if zero >= 3 else 1, sharers if cut_gradients else 1, sharers if zero else 1)
-        total += sum(n / cut for n, cut in zip((b.weight, b.gradient, b.state), cuts)) * elems / split
-    return total
 
 
 def _states(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:

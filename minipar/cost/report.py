@@ -10,7 +10,7 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
-from minipar.cost.planner import Plan, is_short
+from minipar.cost.planner import REACH, Plan, is_short
 from minipar.cost.ranks import bucket_elems
 from minipar.cost.reasons import Reason, why_nots
 from minipar.cost.timing import step_time
@@ -37,8 +37,8 @@ def plan_text(plan: Plan) -> str:
     margin = f", which leaves {job.margin_bytes / GB:g} GB free" if job.margin_bytes else ""
     lines = [
         headline(job),
-        f"{plan.legal:,} legal layouts; {plan.seen:,} weighed, the others cannot win; {len(plan.fits):,} of these fit "
-        f"{job.room_bytes / GB:.0f} GB{margin}",
+        f"{plan.legal:,} legal layouts; {plan.seen:,} weighed, the others take over {REACH} times as long; "
+        f"{len(plan.fits):,} of these fit {job.room_bytes / GB:.0f} GB{margin}",
         _near_words(plan),
         "",
         f"{'s/step':>8} {'+-':>4} {'GB':>6} {'MFU':>5} {'HFU':>5}  layout, and where time goes",
@@ -68,7 +68,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _near_words(plan: Plan) -> str:
-    near, fastest, leader, words = len(plan.near), plan.best[0], plan.leader, "the fastest"
+    near, fastest, leader, words = len(plan.near), plan.fits[0], plan.leader, "the fastest"
     if leader is not fastest:
         saved = 1 - fastest.seconds / leader.seconds
         words += (

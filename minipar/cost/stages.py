@@ -37,14 +37,12 @@ class ClosedForms(NamedTuple):
     live    (rank, p, m, v) -> the maximum number of activations on a rank: one per stage and microbatch
     idle    (p, f, i, w, v) -> a rank's idle time in a step; f, i, w are its F, I, W of one microbatch
     fills   (p, m) -> whether m microbatches fill the pipeline, so that the formulas hold
-    splits  the backward is split into I and W, so that a rank may be idle for no time at all
     first   all forwards come first: the last stage holds all logits
     """
 
     live: Callable[[int, int, int, int], int]
     idle: Callable[[int, float, float, float, int], float]
     fills: Callable[[int, int], bool]
-    splits: bool = False
     first: bool = False
 
 
@@ -79,21 +77,19 @@ FORMS = {
         lambda r, p, m, v: m * v, lambda p, f, i, w, v: (p - 1) * (f + i + w) / v, _rounds, first=True
     ),
     "zb-h1": ClosedForms(
-        lambda r, p, m, v: min(p, m), lambda p, f, i, w, v: (p - 1) * (f + i - min(f, w)), _twice, splits=True
+        lambda r, p, m, v: min(p, m), lambda p, f, i, w, v: (p - 1) * (f + i - min(f, w)), _twice
     ),
     "zb-h2": ClosedForms(
-        lambda r, p, m, v: min(2 * p - 1, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
-        splits=True,
+        lambda r, p, m, v: min(2 * p - 1, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice
     ),
     "zb-auto": ClosedForms(
-        lambda r, p, m, v: min(2 * p, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice,
-        splits=True,
+        lambda r, p, m, v: min(2 * p, m), lambda p, f, i, w, v: (p - 1) * max(0.0, f + i - 2 * w), _twice
     ),
     "zb-v": ClosedForms(
-        lambda r, p, m, v: min(2 * p, 2 * m), lambda p, f, i, w, v: (p - 1) * max(0.0, i - w), _twice, splits=True
+        lambda r, p, m, v: min(2 * p, 2 * m), lambda p, f, i, w, v: (p - 1) * max(0.0, i - w), _twice
     ),
     "dualpipe-v": ClosedForms(
-        lambda r, p, m, v: min(2 * p + 1, 2 * m), _dualpipe_v, lambda p, m: m >= 2 * p, splits=True
+        lambda r, p, m, v: min(2 * p + 1, 2 * m), _dualpipe_v, lambda p, m: m >= 2 * p
     ),
 }  # fmt: skip
 
@@ -175,11 +171,6 @@ def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1
     Valid if `enough_microbatches` holds, W <= F and W <= I; for V-shaped schedules also F <= I.
     """
     return forms_of(schedule).idle(pp, f, i, w, chunks)
-
-
-def least_idle(schedule: str, pp: int, m: int, chunks: int) -> float:
-    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers: (p-1)/(m v)."""
-    return 0.0 if forms_of(schedule).splits else (pp - 1) / (m * chunks)
 
 
 def enough_microbatches(schedule: str, pp: int, m: int) -> bool:

@@ -305,8 +305,7 @@ def chosen(gigabytes: tuple[float, float, float] = (70, 30, 50)) -> str:
     found = Plan(job, 10)
     for name, seconds, number in zip((SIMPLEST, LEAN, LATE), (1 + NEAR / 2, 1.0, 1 + 2 * NEAR), gigabytes):
         found.fits.append(Candidate(seconds, 1e9 * number, parse_layout(name), seconds))
-    found.best = sorted(found.fits)
-    found.usual = found.best[0]
+    found.fits.sort()
     return found.choice.name
 
 

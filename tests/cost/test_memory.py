@@ -15,7 +15,6 @@ from minipar.cost.memory import (
     ITEMS,
     model_state_bytes,
     rank_memory,
-    state_floor,
     worst_rank_memory,
 )
 from minipar.cost.model_table import MODELS, gpt
@@ -284,17 +283,6 @@ def test_zero_3_reduces_a_layer_at_a_time_whatever_the_bucket():
     assert found == [2 * 8 * layer_kinds_elems(job, 1, 1)[0][0]] * 3
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
-    for shape in (MODELS["llama-70b"], MODELS["mixtral-8x7b"]):
-        job = Job(shape, MACHINES["h100"], 64, 4096, 64)
-        layout = Layout(dp=4, pp=2, tp=8, zero=zero, microbatch=16, ep=4 if shape.num_experts else 1)
-        _, items = worst_rank_memory(job, layout)
-        states = sum(items[name] for name in ("parameters", "gradients", "optimizer state"))
-        floor = state_floor(job, 8, 2, 4, layout.ep, zero, accumulates=zero == 2)  # ZeRO-2's do in a pipeline
-        assert 0.8 * states < floor <= states
-
-
 # Real ranks -----------------------------------------------------------------------------------------------------------
 
 TIED = replace(SMALL, tie_embeddings=True)
@@ -405,15 +393,11 @@ def test_gradients_are_whole_where_zero_3_reduces_once_a_step(mesh):
 
 
 def test_gradients_reduced_after_every_microbatch_are_sharded():
-    """By programs such as torchtitan; ours has it for ZeRO-2 alone. The planner's bound says the same."""
+    """By programs such as torchtitan; ours has it for ZeRO-2 alone."""
     how = Implementation(reduce_every="microbatch")
     job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 512, 64, implementation=how)
     for zero in (2, 3):
         layout = Layout(dp=8, zero=zero, microbatch=2)
         assert rank_memory(job, layout, 0)["gradients"] == 2 * 6738415616 / 8
-        floor = sum(
-            rank_memory(job, layout, 0)[name] for name in ("parameters", "gradients", "optimizer state")
-        )
-        assert state_floor(job, 1, 1, 8, 1, zero) <= floor
     found = plan(job)
     assert all(found.families["zero", zero] is not None for zero in (2, 3))

@@ -78,7 +78,7 @@ def test_a_machine_without_published_runs_is_said_to_have_none(machine, said):
 def test_a_plan_that_splits_short_samples_says_why(seq_len, said):
     job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, seq_len, 8)
     found = Candidate(1.0, 60e9, parse_layout("cp8"), 1.0)
-    text = plan_text(Plan(job, 10, [found], found, {("cp", 8): found}, [found], seen=1, legal=1))
+    text = plan_text(Plan(job, 10, [found], {("cp", 8): found}, seen=1, legal=1))
     assert (f"cp=8 for {seq_len:,} tokens: few programs split samples this short" in text) == said
 
 

@@ -14,11 +14,10 @@ from minipar.cost.model_table import MODELS
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import (
     FAMILIES,
-    FRONT_REACH,
+    REACH,
     SEARCHED,
     SEARCHED_CP,
     Candidate,
-    Infeasible,
     Plan,
     families_of,
     is_short,
@@ -97,8 +96,11 @@ def every_layout(job: Job):
 def test_the_plan_is_that_of_brute_force(job):
     fits, excess = brute_force(job)
     found = plan(job)
-    assert [c.layout for c in found.best] == [fit.layout for fit in fits[:10]]
-    assert found.legal == len(fits) + len(excess)
+    reach = REACH * fits[0].seconds if fits else 0
+    within = [fit.layout for fit in fits if fit.seconds <= reach]
+    assert [c.layout for c in found.fits[: len(within)]] == within
+    assert found.best == found.fits[:10]
+    assert found.legal == len(fits) + len(excess) >= found.seen
     assert {c.layout for c in found.fits} <= {fit.layout for fit in fits}
     near = near_of(job, fits)
     assert (
@@ -106,7 +108,6 @@ def test_the_plan_is_that_of_brute_force(job):
         if fits
         else not found.fits
     )
-    reach = FRONT_REACH * fits[0].seconds if fits else 0
     front, least = [], float("inf")
     for seconds, num_bytes in sorted((fit.seconds, fit.num_bytes) for fit in fits):
         if num_bytes < least:
@@ -118,10 +119,9 @@ def test_the_plan_is_that_of_brute_force(job):
         for value in {getattr(layout, axis) for layout in [*excess, *(fit.layout for fit in fits)]}:
             of_family = [fit for fit in fits if (axis, value) in families_of(job, fit.layout)]
             of_search = found.families.get((axis, value))
-            if of_family:
+            if of_family and min(of_family).seconds <= reach:
                 assert of_search.layout == min(of_family).layout
-            else:  # of what was pruned only the thriftiest are noted
-                assert isinstance(of_search, Infeasible) or not fits or of_search is None
+            elif not of_family:
                 assert of_search is None or of_search.excess > 0
 
 
@@ -150,7 +150,7 @@ def test_what_is_unusual_must_save_more_than_its_doubt(name, saved, taken):
             (name, 1.0), ("dp16-pp2-1f1b", 1 + saved), ("dp32", 1.04 * (1 + saved)), ("dp32-zero3", 1.1 * (1 + saved)),
         )
     )  # fmt: skip
-    found = Plan(job, 10, [fast], whole, fits=[slow, split, whole, fast])
+    found = Plan(job, 10, sorted([slow, split, whole, fast]))
     assert (found.choice == fast) == taken
     words = f"{fast.name} is predicted to save {1 - 1 / (1 + saved):.1%}, less than the doubt"
     assert (words in _near_words(found)) != taken
@@ -221,7 +221,7 @@ def test_nothing_that_is_better_in_both_is_left_off_the_front():
 def test_of_the_layouts_of_sixteen_thousand_gpus_few_are_weighed():
     """Some seconds' work; what is counted here is the work, not the clock."""
     found = plan(Job(MODELS["llama3-405b"], MACHINES["h100"], 16384, 8192, 2048))
-    assert 100 < len(found.fits) <= found.seen < 2_500 < 8_000 < found.legal
+    assert 100 < len(found.fits) <= found.seen < 5_000 < 8_000 < found.legal
     assert found.best[0].num_bytes <= 80e9
 
 
