@@ -3,7 +3,7 @@
 message_plans.py  the bytes that an all-reduce sends between each pair of ranks, by algorithm
 topology.py       links as a graph, and the bytes on the slowest of them, by algorithm and placement
 rings.py          the widest rings of that graph, and the number that run at once
-read_topology.py  the graph of a machine, from nvidia-smi, from NCCL's file or from measured pairs
+read_topology.py  the graph of a machine, from nvidia-smi or from measured pairs
 measure_links.py  measures the speed between every pair of ranks
 links_command.py  the command `minipar links`
 compression.py    the cost of compressed gradients (bytes, passes over memory, time), and whether compression pays
@@ -18,7 +18,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "read_topology": ["from_nccl_xml", "from_nvidia_smi", "from_pairs"],
+        "read_topology": ["from_nvidia_smi", "from_pairs"],
         "rings": ["rings_at_once", "wide_ring", "widest_ring"],
         "topology": ["Topology", "busiest_link", "link_bytes"],
     },

@@ -18,6 +18,7 @@ Source: Zheng et al., arXiv:2201.12023, section 5, where the inner search is an 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -36,32 +37,29 @@ MAX_UNITS = 16
 INFINITY = float("inf")
 
 
-class StageChoice(NamedTuple):
-    """A stage's fastest layout that fits in memory, with its seconds per microbatch and its bytes per rank."""
+class Stage(NamedTuple):
+    """A stage: num_layers layers from `first` on, on `gpus` GPUs, with its fastest layout that fits in memory.
+
+    seconds, num_bytes  per microbatch, and per rank
+    """
 
     seconds: float
     num_bytes: float
     layout: Layout
-
-
-class SplitStage(NamedTuple):
-    """A stage of a split: layers first to first + num_layers - 1, on `gpus` GPUs."""
-
     first: int
     num_layers: int
     gpus: int
-    choice: StageChoice
 
 
 class Split(NamedTuple):
-    """A split of the model over stages, and its time per step. `samples` is a microbatch's size over a stage's GPUs."""
+    """A split of the model over stages, and its time per step. `samples` are those of one microbatch."""
 
     seconds: float
     samples: int
-    stages: tuple[SplitStage, ...]
+    stages: tuple[Stage, ...]
 
 
-Best = tuple[float, tuple[SplitStage, ...]]  # (least sum of seconds, its stages)
+Best = tuple[float, tuple[Stage, ...]]  # (least sum of seconds, its stages)
 
 
 def auto_split(job: Job, units: int = MAX_UNITS) -> Split | None:
@@ -94,7 +92,7 @@ def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
     last = len(ends) - 1
 
     @cache
-    def choice(start: int, end: int, gpus: int, live: int) -> StageChoice | None:
+    def choice(start: int, end: int, gpus: int, live: int) -> Stage | None:
         return best_stage(job, samples, ends[start], ends[end], gpus, min(live, m))
 
     def least_sum(bound: float) -> Best:
@@ -113,8 +111,7 @@ def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
                     rest, others = least(stages - 1, end, gpus - size)
                     total = here.seconds + message_s(job, samples, here.layout) * (stages > 1) + rest
                     if total < best[0]:
-                        stage = SplitStage(ends[start], ends[end] - ends[start], size, here)
-                        best = total, (stage, *others)
+                        best = total, (here, *others)
             return best
 
         return min((least(s, 0, job.gpus) for s in range(1, last + 1)), key=lambda found: found[0])
@@ -125,14 +122,14 @@ def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
         total, stages = least_sum(bound)
         if total == INFINITY:
             return best
-        slowest = max(stage.choice.seconds for stage in stages)
+        slowest = max(stage.seconds for stage in stages)
         seconds = total + (m - 1) * slowest
         if best is None or seconds < best.seconds:
             best = Split(seconds, samples, stages)
         bound = slowest * (1 - 1e-12)
 
 
-def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: int) -> StageChoice | None:
+def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: int) -> Stage | None:
     """Return the fastest layout that fits for the layers first to end - 1 on `gpus` GPUs; None if none fits.
 
     live  number of microbatches whose activations are held at once
@@ -143,7 +140,8 @@ def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: in
     for layout in stage_layouts(job, samples, gpus, live):
         num_bytes = sum(held_memory(job, layout, held).values())
         if num_bytes <= job.machine.memory_bytes:
-            found = StageChoice(stage_seconds(job, layout, held), num_bytes, layout)
+            seconds = stage_seconds(job, layout, held)
+            found = Stage(seconds, num_bytes, layout, first, end - first, gpus)
             best = found if best is None else min(best, found)
     return best
 
@@ -171,10 +169,8 @@ def message_s(job: Job, samples: int, layout: Layout) -> float:
     return send_s(job.machine, apart, num_bytes / (layout.dp * layout.tp))
 
 
-def split_text(job: Job, split: Split | None, equal_s: float | None = None) -> str:
+def split_text(job: Job, split: Split, equal_s: float | None = None) -> str:
     """Format the split as a table of its stages. `equal_s`, if given, is the time of the planner's best layout."""
-    if split is None:
-        return f"no split of {job.shape.name} over {job.gpus} x {job.machine.name} fits"
     m = job.batch // split.samples
     lines = [
         f"{split.seconds:.3f} s a step with {len(split.stages)} stages and {m} microbatches of {split.samples} samples",
@@ -182,12 +178,10 @@ def split_text(job: Job, split: Split | None, equal_s: float | None = None) -> s
         f"{'stage':>5} {'layers':>9} {'GPUs':>5} {'GB':>6} {'ms':>8}  layout of the stage",
     ]
     for number, stage in enumerate(split.stages):
-        a = stage.choice.layout
         layers = f"{stage.first}-{stage.first + stage.num_layers - 1}"
-        name = Layout(a.dp, 1, 1, a.ep, a.tp, a.zero, "1f1b", 1, a.microbatch, a.recompute).name
         lines.append(
-            f"{number:5} {layers:>9} {stage.gpus:5} {stage.choice.num_bytes / 1e9:6.1f} "
-            f"{1e3 * stage.choice.seconds:8.1f}  {name}"
+            f"{number:5} {layers:>9} {stage.gpus:5} {stage.num_bytes / 1e9:6.1f} {1e3 * stage.seconds:8.1f}  "
+            f"{replace(stage.layout, pp=1).name}"
         )
     if equal_s is not None:
         lines += ["", f"the planner's best, whose stages have one mesh: {equal_s:.3f} s"]
@@ -198,22 +192,10 @@ def auto_split_view(asked: Asked, options: None) -> Answer:
     """Return the fastest split, compared with the planner's best layout. Raises ValueError if none fits."""
     job = asked.job
     split, equal = auto_split(job), plan(job, 1)
-    best = equal.best[0] if equal.best else None
     if split is None:
-        raise ValueError(
-            split_text(job, None) if best is not None else f"{split_text(job, None)}; {no_fit(equal)}"
-        )
-    stages = [
-        {
-            "first": stage.first,
-            "layers": stage.num_layers,
-            "gpus": stage.gpus,
-            "seconds": stage.choice.seconds,
-            "bytes": stage.choice.num_bytes,
-            "layout": stage.choice.layout.name,
-        }
-        for stage in split.stages
-    ]
-    entries = {"seconds": split.seconds, "samples": split.samples, "stages": stages}
+        why = f"no split of {job.shape.name} over {job.gpus} x {job.machine.name} fits"
+        raise ValueError(why if equal.best else f"{why}; {no_fit(equal)}")
+    best = equal.best[0] if equal.best else None
+    stages = [stage._asdict() | {"layout": replace(stage.layout, pp=1).name} for stage in split.stages]
     lines = [split_text(job, split, best and best.seconds)]
-    return Answer(lines, entries, layouts=[] if best is None else [best.layout])
+    return Answer(lines, split._asdict() | {"stages": stages}, [] if best is None else [best.layout])

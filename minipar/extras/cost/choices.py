@@ -81,5 +81,5 @@ UNEQUAL = UnequalView(
 )
 LINKS = Choice(
     "minipar.extras.cost.links_command:links_command",
-    "measure the links between ranks, or read them from nvidia-smi or NCCL, and find the widest ring",
+    "measure the links between ranks, or read them from nvidia-smi, and find the widest ring",
 )

@@ -10,7 +10,6 @@ those of minipar's own code; a fused kernel makes fewer. The loss of quality is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,13 +138,12 @@ def check_method(name: str) -> None:
 
 
 def compression_view(asked: Asked, options: Any) -> Answer:
-    """Say whether compression pays on the layout, and whether another layout would be faster with compression."""
+    """Say whether compression pays on the layout."""
     job, layout, name = asked.job, asked.layout, options.method
     assert layout is not None
     rows = compression_rows(job, layout, name)
     entries = {method: {"seconds": seconds, "sent_bytes": sent} for method, seconds, sent in rows}
-    lines = [*advice(job, layout, name), *faster_layout(job, layout, asked.others, name)]
-    return Answer(lines, {"compress": entries})
+    return Answer(advice(job, layout, rows, name), {"compress": entries})
 
 
 def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, float, float]]:
@@ -173,21 +171,9 @@ def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> f
     return sum((p - 1) / p * job.bytes_of.gradient * n for p, n in zip(sizes, elems))
 
 
-def faster_layout(job: Job, winner: Layout, others: Sequence[Layout], name: str) -> list[str]:
-    """Return a line that names the fastest of `others` with compression, if it is faster than the winner."""
-    own_s = min(seconds for _, seconds, _ in compression_rows(job, winner, name))
-    found = [
-        (seconds, layout.name, method)
-        for layout in others
-        for method, seconds, _ in compression_rows(job, layout, name)[1:]
-    ]
-    seconds, layout, method = min(found, default=(own_s, "", ""))
-    return [f"with {method}, {layout} would take {seconds:.3g} s a step"] if seconds < PAYS * own_s else []
-
-
-def advice(job: Job, layout: Layout, name: str) -> list[str]:
+def advice(job: Job, layout: Layout, rows: list[tuple[str, float, float]], name: str) -> list[str]:
     """Return lines that say whether the method pays on this layout, and the cost of each method."""
-    (_, plain_s, plain_bytes), *others = compression_rows(job, layout, name)
+    (_, plain_s, plain_bytes), *others = rows
     if not others:
         if layout.dp * layout.cp == 1:
             return ["", f"compress: no, {layout.name} has one data-parallel rank, which sends no gradients"]
@@ -199,6 +185,9 @@ def advice(job: Job, layout: Layout, name: str) -> list[str]:
     else:
         verdict = f"compress: no, {best[0]} would take {best[1]:.3g} s a step in place of {plain_s:.3g} s"
     lines = ["", f"{verdict}; on {layout.name}", f"{'s/step':>8} {'GB sent':>8}  method"]
-    rows = [("none", plain_s, plain_bytes), *sorted(others, key=lambda row: row[1])]
-    lines += [f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}" for method, seconds, num_bytes in rows]
+    others.sort(key=lambda row: row[1])
+    lines += [
+        f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}"
+        for method, seconds, num_bytes in (rows[0], *others)
+    ]
     return lines

@@ -17,7 +17,7 @@ def links_command(
     Without `read`, pairs of ranks send messages to each other, a pair at a time: local ranks, or under torchrun its own.
 
     Args:
-        read: what `nvidia-smi topo -m` printed, or the file that NCCL_TOPO_DUMP_FILE names.
+        read: what `nvidia-smi topo -m` printed.
         ranks: number of local ranks that measure; 2 if not given.
         megabytes: size of a message.
         repeats: messages from each rank to each other; the fastest counts.
@@ -51,9 +51,9 @@ def _of_file(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"read={path} cannot be read: {error}") from None
     from minipar.extras.cost.measure_links import pair_table, ring_lines
-    from minipar.extras.cost.read_topology import from_nccl_xml, from_nvidia_smi
+    from minipar.extras.cost.read_topology import from_nvidia_smi
 
-    topology = from_nccl_xml(text) if text.lstrip().startswith("<") else from_nvidia_smi(text)
+    topology = from_nvidia_smi(text)
     speeds, p = dict(topology.speeds), topology.num_ranks
     matrix = [[0.0] * p for _ in range(p)]
     for (source, to), route in topology.routes().items():

@@ -1,9 +1,8 @@
-"""The messages of each all-reduce algorithm, computed as (from, to, bytes) without running it. Imports no torch.
+"""The messages of an all-reduce, computed as (from, to, bytes) without running it. Imports no torch.
 
 In an all-reduce of n bytes over p members of a group (k nodes of g members), all members together send
 
-    ring, double_tree                       2 (p-1) n
-    tree                                    2 (p-1) n
+    ring, tree                              2 (p-1) n
     halving_doubling, p a power of two      2 (p-1) n
     hierarchical                            2 (kg-1) n, of which 2 (k-1) n between nodes
 
@@ -86,29 +85,6 @@ def _tree(p: int, n: int) -> Messages:
         yield parent, r, n
 
 
-def _double_tree(p: int, n: int) -> Messages:
-    """Yield the messages of two trees, each with half of the vector.
-
-    The second tree is the first one mirrored or, for odd p, shifted by one.
-    """
-    first, second = chunk_sizes(n, 2)
-    for child, parent in _tree_edges(0, p):
-        yield from ((child, parent, first), (parent, child, first))
-        a, b = (p - 1 - child, p - 1 - parent) if p % 2 == 0 else ((child - 1) % p, (parent - 1) % p)
-        yield from ((a, b, second), (b, a, second))
-
-
-def _tree_edges(low: int, high: int, parent: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (child, parent) for each edge of the tree over positions low to high-1; inner nodes have odd positions."""
-    if low >= high:
-        return
-    root = low if high - low == 1 else low + ((high - low) // 2 - 1 | 1)
-    if parent is not None:
-        yield root, parent
-    yield from _tree_edges(low, root, root)
-    yield from _tree_edges(root + 1, high, root)
-
-
 def _hierarchical(p: int, n: int, g: int) -> Messages:
     """Yield the messages of a ring inside each node and, for each local rank, of a ring across nodes."""
     chunks = chunk_sizes(n, p)
@@ -125,6 +101,5 @@ PLANS: dict[str, Callable[..., Messages]] = {
     "ring": _ring,
     "halving_doubling": _halving_doubling,
     "tree": _tree,
-    "double_tree": _double_tree,
     "hierarchical": _hierarchical,
 }

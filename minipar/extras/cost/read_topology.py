@@ -1,4 +1,4 @@
-"""Make a Topology from the output of `nvidia-smi topo -m`, from NCCL's topology file, or from measured pairs.
+"""Make a Topology from the output of `nvidia-smi topo -m`, or from measured pairs.
 
 nvidia-smi prints one word for each pair of GPUs, which says how they are connected:
 
@@ -7,17 +7,14 @@ nvidia-smi prints one word for each pair of GPUs, which says how they are connec
     PHB    a PCIe host bridge (a processor)   NODE   host bridges of one NUMA node
     SYS    the link between NUMA nodes
 
-NCCL writes its topology to the file that NCCL_TOPO_DUMP_FILE names: processors, the PCI devices below them with their
-speeds, and the NVLinks of each GPU. Both sources give the types and numbers of links; the speed of an NVLink or of a link
-between processors is an argument.
-Sources: `nvidia-smi topo -m`, its legend; NCCL's src/graph/xml.cc and topo.cc.
+It says nothing of speeds: that of an NVLink, of PCIe or of the link between processors is an argument.
+Source: `nvidia-smi topo -m`, its legend.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from xml.etree import ElementTree
 
 from minipar.extras.cost.topology import Link, Topology, Vertex, cables
 from minipar.support.errors import one_of, require_positive
@@ -29,16 +26,7 @@ PCIE_BYTES_PER_S, PROCESSOR_BYTES_PER_S = 32e9, 20e9
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 # A GPU has at most this many NVLinks. If the numbers of its pairs add up to more, each of its links goes to a switch.
 MOST_NVLINKS = 18
-# GT/s of a PCIe generation -> bytes per second of a lane.
-LANE_BYTES_PER_S = {
-    2.5: 0.25e9,
-    5.0: 0.5e9,
-    8.0: 0.985e9,
-    16.0: 1.969e9,
-    32.0: 3.938e9,
-    64.0: 7.563e9,
-}
-SWITCH_CLASS, ESCAPES = "0x0680", re.compile(r"\x1b\[[0-9;]*m")
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def from_nvidia_smi(
@@ -114,69 +102,6 @@ def _pairs(text: str) -> list[list[str]]:
                 )
         found.append(words)
     return found
-
-
-def from_nccl_xml(
-    text: str,
-    nvlink_bytes_per_s: float = NVLINK_BYTES_PER_S,
-    processor_bytes_per_s: float = PROCESSOR_BYTES_PER_S,
-) -> Topology:
-    """Return the links between a node's GPUs, given NCCL's topology file; GPU `dev` is rank `dev`.
-
-    Raises ValueError if the text is not such a file, has no GPU, or does not number GPUs 0, 1, ...
-    """
-    try:
-        system = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        raise ValueError(f"not XML: {error}; use the file that NCCL_TOPO_DUMP_FILE names") from None
-    ranks: dict[str, int] = {}  # bus id -> rank
-    speeds: dict[Link, float] = {}
-    nvlinks: list[tuple[int, str, int, bool]] = []
-
-    def read(element: ElementTree.Element, above: Vertex) -> None:
-        for device in element.findall("pci"):
-            bus, gpu = device.get("busid", "?"), device.find("gpu")
-            if gpu is None and device.find(".//gpu") is None:
-                continue  # a network card
-            here: Vertex = f"pci {bus}"
-            if gpu is not None:
-                here = ranks[bus] = int(gpu.get("dev", -1))
-                for link in gpu.findall("nvlink"):
-                    is_switch = link.get("tclass", "").startswith(SWITCH_CLASS)
-                    nvlinks.append((here, link.get("target", ""), int(link.get("count", 1)), is_switch))
-            speeds[here, above] = _pcie_speed(device)
-            read(device, here)
-
-    processors = system.findall("cpu")
-    for number, processor in enumerate(processors):
-        name = f"processor {processor.get('numaid', number)}"
-        if len(processors) > 1:
-            speeds[name, "processors"] = processor_bytes_per_s
-        read(processor, name)
-    if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
-        raise ValueError(f"GPUs {sorted(ranks.values())}: use a topology file of NCCL's, with dev from 0 on")
-    for rank, target, links, is_switch in nvlinks:
-        if is_switch:
-            end: Vertex = "nvswitch"
-        elif target in ranks:
-            end = ranks[target]
-        else:
-            continue
-        if (end, rank) not in speeds:  # the file lists a link at both of its ends
-            speeds[rank, end] = speeds.get((rank, end), 0.0) + links * nvlink_bytes_per_s
-    return cables(len(ranks), speeds)
-
-
-def _pcie_speed(device: ElementTree.Element) -> float:
-    """Return the bytes per second of a device's PCIe link. If the file does not give them, assume 16 lanes of PCIe 3."""
-    found = re.match(r"[\d.]+", device.get("link_speed", ""))
-    transfers, lanes = float(found[0]) if found else 8.0, int(device.get("link_width") or 16) or 16
-    if transfers not in LANE_BYTES_PER_S:
-        raise ValueError(
-            f"link_speed={device.get('link_speed')!r} of {device.get('busid')} is no PCIe speed; "
-            f"use {one_of(f'{speed} GT/s' for speed in LANE_BYTES_PER_S)}"
-        )
-    return LANE_BYTES_PER_S[transfers] * lanes
 
 
 def from_pairs(bytes_per_s: Sequence[Sequence[float]]) -> Topology:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from minipar.cost.machines import Machine
 from minipar.extras.cost.message_plans import all_reduce_sends
 from minipar.mesh.nodes import members_per_node
-from minipar.support.errors import one_of, require_divides, require_positive
+from minipar.support.errors import require_divides, require_positive
 
 Vertex = int | str
 Link = tuple[Vertex, Vertex]
@@ -98,22 +98,6 @@ def pcie_pairs(
         switch = f"pcie {rank // 2}"
         speeds[rank, switch] = speeds[switch, f"processor {2 * rank // num_ranks}"] = pcie_bytes_per_s
     return cables(num_ranks, speeds)
-
-
-def axis_groups(sizes: Mapping[str, int], axis: str) -> list[tuple[int, ...]]:
-    """Return the groups of ranks along an axis of a mesh such as dict(pp=2, dp=4, tp=2), whose last axis varies fastest.
-
-    Raises ValueError for an axis that `sizes` does not have.
-    """
-    require_positive(**sizes)
-    if axis not in sizes:
-        raise ValueError(f"axis={axis!r} is none of the mesh's; use {one_of(sizes)}")
-    names, world, stride = list(sizes), 1, 1
-    for name in reversed(names):
-        stride = world if name == axis else stride
-        world *= sizes[name]
-    starts = [rank for rank in range(world) if rank // stride % sizes[axis] == 0]
-    return [tuple(range(start, start + stride * sizes[axis], stride)) for start in starts]
 
 
 class Busiest(NamedTuple):

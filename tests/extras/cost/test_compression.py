@@ -1,7 +1,6 @@
 """When compressed gradients pay, by formula: over a slow link they do, over NVLink they do not."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -15,12 +14,10 @@ from minipar.cost.ranks import held_by, held_elems
 from minipar.cost.traffic import gradients_bytes, root_gathers
 from minipar.extras.compress import CompressedMean, Int8, PlainMean, Sign, TopK
 from minipar.extras.compress.choices import Method
-from minipar.extras.cost import compression
 from minipar.extras.cost.compression import (
     CODECS,
     compressed_gradients,
     compression_rows,
-    faster_layout,
     methods_for,
 )
 from tests.extras.compress.test_compress import vector
@@ -58,36 +55,6 @@ def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
     assert rows["none"]["seconds"] > 2 * rows["sign"]["seconds"]
     assert rows["none"]["sent_bytes"] > 10 * rows["sign"]["sent_bytes"]
     assert list(json.loads(advice(str(slow), "sign", as_json=True))["compress"]) == ["none", "sign"]
-
-
-def test_a_layout_that_compression_makes_fastest_is_named(tmp_path, monkeypatch):
-    slow = tmp_path / "slow.toml"
-    slow.write_text(SLOW)
-    job = Job(find_model("llama-7b"), find_machine(str(slow)), 8, 1024, 64)
-    whole, mixed, pipeline = (
-        parse_layout(name) for name in ("dp8-zero0-mb1-full", "dp2-pp4-mb4-full", "pp8-mb4-full")
-    )
-    seconds = {
-        (layout, method): s
-        for layout in (whole, mixed, pipeline)
-        for method, s, _ in compression_rows(job, layout, "auto")
-    }
-    own = seconds[pipeline, "none"]
-    assert own < min(seconds[whole, "none"], seconds[mixed, "none"]), "uncompressed, it wins"
-    (layout, method), least = min(seconds.items(), key=lambda item: item[1])
-    line = f"with {method}, {layout.name} would take {least:.3g} s a step"
-    assert faster_layout(job, pipeline, [mixed, pipeline, whole], "auto") == [line]
-    assert faster_layout(job, whole, [mixed, pipeline, whole], "auto") == [], (
-        "compressed, the winner is fastest"
-    )
-    assert faster_layout(job, pipeline, [pipeline], "auto") == faster_layout(job, pipeline, [], "auto") == []
-    fast = replace(
-        job, machine=find_machine("h100")
-    )  # where whole gradients are faster still: that is no advice
-    assert faster_layout(fast, pipeline, [whole], "sign")[0].startswith(f"with sign, {whole.name} ")
-    for pays, lines in ((1.01, [line]), (0.99, [])):
-        monkeypatch.setattr(compression, "PAYS", pays * least / own)
-        assert faster_layout(job, pipeline, [mixed, whole], "auto") == lines
 
 
 def test_an_unknown_method_is_refused_with_the_nearest():

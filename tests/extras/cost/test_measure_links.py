@@ -5,7 +5,7 @@ import pytest
 import minipar
 from minipar.cli import main
 from minipar.extras.cost.measure_links import links_of_matrix, measure_pairs, pair_table
-from tests.extras.cost.test_read_topology import PAIRS, bridge, gpu, link, system
+from tests.extras.cost.test_read_topology import PAIRS
 
 KIB, REPEATS = 1024, 2
 
@@ -43,9 +43,6 @@ def test_a_file_is_read_in_place_of_measuring(tmp_path, capsys):
     (tmp_path / "smi.txt").write_text(PAIRS)
     main(["links", "--read", str(tmp_path / "smi.txt")])
     assert "widest ring found     20 GB/s" in capsys.readouterr().out
-    (tmp_path / "nccl.xml").write_text(system(bridge(0, gpu(0, link("0:1", 2)), gpu(1, link("0:0", 2)))))
-    main(["links", "--read", str(tmp_path / "nccl.xml")])
-    assert "widest ring found     50 GB/s: 0, 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

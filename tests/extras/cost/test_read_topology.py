@@ -2,7 +2,7 @@
 
 import pytest
 
-from minipar.extras.cost.read_topology import from_nccl_xml, from_nvidia_smi, from_pairs
+from minipar.extras.cost.read_topology import from_nvidia_smi, from_pairs
 from minipar.extras.cost.rings import ring_width, widest_ring
 from minipar.extras.cost.topology import cables, nvswitch_nodes, pcie_pairs
 from tests.extras.cost.test_topology import H100
@@ -77,63 +77,6 @@ def test_a_table_that_is_not_whole_is_refused(text, says):
         from_nvidia_smi(text)
 
 
-def gpu(dev: int, nvlinks: str = "") -> str:
-    return (
-        f'<pci busid="0:{dev}" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">'
-        f'<gpu dev="{dev}" sm="80" rank="{dev}">{nvlinks}</gpu></pci>'
-    )
-
-
-def bridge(number: int, *inside: str) -> str:
-    return f'<pci busid="b:{number}" class="0x060400" link_speed="8.0 GT/s" link_width="16">{"".join(inside)}</pci>'
-
-
-def link(target: str, count: int, of_class: str = "0x030200") -> str:
-    return f'<nvlink target="{target}" count="{count}" tclass="{of_class}"/>'
-
-
-CARD = '<pci busid="c:0" class="0x020700" link_speed="32.0 GT/s PCIe"><nic><net name="mlx5_0" dev="0"/></nic></pci>'
-
-
-def system(*processors: str) -> str:
-    own = (f'<cpu numaid="{i}" arch="x86_64">{inside}</cpu>' for i, inside in enumerate(processors))
-    return f'<system version="1">{"".join(own)}</system>'
-
-
-def test_nccls_file_is_the_graph_that_was_drawn():
-    text = system(bridge(0, gpu(0, link("0:1", 2)), gpu(1, link("0:0", 2)), CARD), bridge(1, gpu(2), gpu(3)))
-    found = from_nccl_xml(text, nvlink_bytes_per_s=25 * GB, processor_bytes_per_s=10 * GB)
-    speeds, routes = hop_speeds(found), found.routes()
-    assert routes[0, 1] == ((0, 1),)
-    assert speeds[0, 1] == speeds[1, 0] == 50 * GB
-    assert speeds[2, 3] == pytest.approx(31.5 * GB, rel=0.01)
-    assert speeds[0, 2] == 10 * GB
-    assert [end for _, end in routes[0, 2]] == [
-        "pci b:0", "processor 0", "processors", "processor 1", "pci b:1", 2
-    ]  # fmt: skip
-
-
-def test_links_to_a_switch_are_added_up():
-    to_switch = link("s:0", 6, "0x068000") + link("s:1", 6, "0x068000")
-    found = from_nccl_xml(system(bridge(0, *(gpu(i, to_switch) for i in range(4)))))
-    assert set(hop_speeds(found).values()) == {12 * 25 * GB}
-    assert all(route[0][1] == "nvswitch" for route in found.routes().values())
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("<system", "not XML: .*; use the file that NCCL_TOPO_DUMP_FILE names"),
-        (system(""), r"GPUs \[\]: use a topology file"),
-        (system(gpu(0) + gpu(2)), r"GPUs \[0, 2\]: .* with dev from 0 on"),
-        (system(gpu(0).replace("16.0", "17.0")), "link_speed='17.0 GT/s PCIe' of 0:0 is no PCIe speed"),
-    ],
-)
-def test_another_file_is_refused(text, says):
-    with pytest.raises(ValueError, match=says):
-        from_nccl_xml(text)
-
-
 def test_measured_pairs_are_cables_of_their_speeds_in_each_direction():
     speeds = [[0, 5, 1], [4, 0, 3], [2, 6, 0]]
     found = from_pairs(speeds)
@@ -151,5 +94,5 @@ def test_measured_pairs_are_cables_of_their_speeds_in_each_direction():
 def test_a_cable_read_once_too_often_would_be_noticed():
     """The planted fault: both ends of an NVLink count, and it seems twice as wide."""
     twice = cables(2, {(0, 1): 2 * 50 * GB})
-    once = from_nccl_xml(system(bridge(0, gpu(0, link("0:1", 2)), gpu(1, link("0:0", 2)))))
+    once = from_nvidia_smi(all_to_all_by_nvlink(2, 2))
     assert hop_speeds(once)[0, 1] == 50 * GB != hop_speeds(twice)[0, 1]

@@ -14,16 +14,14 @@ from minipar.cost.machines import find_machine
 from minipar.extras.cost.message_plans import PLANS, all_reduce_sends
 from minipar.extras.cost.topology import (
     Topology,
-    axis_groups,
     busiest_link,
     cables,
     link_bytes,
     nvswitch_nodes,
     pcie_pairs,
 )
-from minipar.mesh.nodes import members_per_node, mesh_without_comm
+from minipar.mesh.nodes import members_per_node
 from tests.examples import examples
-from tests.strategies import mesh_sizes, num_ranks
 
 H100 = find_machine("h100")
 
@@ -110,8 +108,8 @@ def test_a_plans_messages_are_those_that_real_ranks_send(size, calls):
 
 
 def test_a_plan_with_a_message_less_is_told_from_the_real_ranks():
-    ranks = minipar.run(sent_by, [("double_tree", 24)], world_size=4)
-    sends = all_reduce_sends("double_tree", 4, 24)
+    ranks = minipar.run(sent_by, [("tree", 24)], world_size=4)
+    sends = all_reduce_sends("tree", 4, 24)
     assert sum((rank[0] for rank in ranks), Counter()) == sends
     del sends[next(iter(sends))]
     assert sum((rank[0] for rank in ranks), Counter()) != sends
@@ -139,22 +137,13 @@ def test_a_ring_uses_one_card_of_a_node_and_two_levels_use_all(nodes, cards):
 
 def test_tp_on_the_slow_link_is_seen_as_the_placement_that_it_is():
     topology = nvswitch_nodes(H100, 2, 1)
-    inside = axis_groups(dict(dp=2, tp=8), "tp")
-    across = axis_groups(dict(tp=8, dp=2), "tp")
+    inside = [range(8), range(8, 16)]
+    across = [range(start, 16, 2) for start in (0, 1)]
     busy = [busiest_link(topology, link_bytes(topology, groups, "ring", 1600)) for groups in (inside, across)]
     assert busy[0].link == (0, "switch 0")
     assert busy[1].link == ("card 0.0", "network")
     assert (busy[0].num_bytes, busy[1].num_bytes) == (2800, 2 * 2800)  # two rings share the card
     assert busy[1].seconds == 18 * busy[0].seconds
-
-
-@given(mesh_sizes(axes=("pp", "dp", "cp", "tp")))
-def test_the_groups_of_an_axis_are_the_meshs(sizes):
-    mesh = mesh_without_comm(sizes)
-    for axis in ("pp", "dp", "cp", "tp"):
-        groups = axis_groups({name: sizes[name] for name in ("pp", "dp", "cp", "tp")}, axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(num_ranks(sizes)))
-        assert all(group == mesh.group(group[0], axis) for group in groups)
 
 
 REFUSED = {
@@ -164,7 +153,6 @@ REFUSED = {
     "from 0 to s has 0.0 bytes per second": lambda: cables(1, {(0, "s"): 0.0}),
     "from 0 to 7 names rank 7; use 0 to 1": lambda: cables(2, {(0, 7): 1.0}),
     "no route leads from rank 0 to rank 1": lambda: cables(2, {(0, "s"): 1.0}).routes(),
-    "axis='ep' is none.*dp or tp": lambda: axis_groups(dict(dp=2, tp=2), "ep"),
     "rank 9 of a group": lambda: link_bytes(pcie_pairs(), [[0, 9]], "ring", 8),
     "algorithm='rings' has no plan.*did you mean ring": lambda: all_reduce_sends("rings", 2, 8),
     "num_bytes=-1; use 0": lambda: all_reduce_sends("ring", 2, -1),
