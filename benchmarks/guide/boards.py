@@ -24,8 +24,7 @@ from minipar.cost.serving import (
     rank_weight_bytes,
     rows_where_arithmetic_begins,
 )
-from minipar.cost.serving_plan import ServingJob, plan_serving, with_fewer_bits
-from minipar.cost.serving_report import serving_text
+from minipar.cost.serving_plan import ServingJob, plan_serving, serving_text, with_fewer_bits
 from minipar.cost.timing import step_time
 from minipar.learn.exercises.solution import excerpt
 from minipar.learn.facts import quote

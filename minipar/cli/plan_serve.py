@@ -70,8 +70,14 @@ def _plan(
     from minipar.cost.machines import find_machine
     from minipar.cost.model_table import find_model
     from minipar.cost.serving import Bits
-    from minipar.cost.serving_plan import ServingJob, plan_serving, with_fewer_bits
-    from minipar.cost.serving_report import no_service, serving_json, serving_text
+    from minipar.cost.serving_plan import (
+        ServingJob,
+        no_service,
+        plan_serving,
+        serving_json,
+        serving_text,
+        with_fewer_bits,
+    )
 
     if picture is not None:
         require_picture("picture", picture)

@@ -18,7 +18,7 @@ timing.py       time of a step, by part; MFU and HFU
 programs.py     training programs with published runs: what each overlaps, and the few numbers of their own
 doubt.py        how far four of five runs of another program lie from a prediction; what is unusual
 serving.py      time and memory of serving: decode steps, prefill, the number of requests that fit
-serving_plan.py replicas for a request rate and two latency targets. serving_report.py: the text of `minipar plan --serve`
+serving_plan.py replicas for a request rate and two latency targets, and the text of `minipar plan --serve`
 planner.py      the search: every legal layout, pruned and ranked
 reasons.py      why the other layouts lost; what would help if nothing fits
 report.py       the text of `minipar plan`

@@ -13,8 +13,7 @@ from minipar.cli import main
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
 from minipar.cost.serving import Bits, in_a_run
-from minipar.cost.serving_plan import MOST_BUSY, Replica, ServingJob, plan_serving
-from minipar.cost.serving_report import serving_text
+from minipar.cost.serving_plan import MOST_BUSY, Replica, ServingJob, plan_serving, serving_text
 from minipar.visualize.serving_plan import draw_serving_plan, serving_plan_figure
 
 H100 = find_machine("h100")
