@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
@@ -26,7 +28,9 @@ from benchmarks.planner.fit import (
 from benchmarks.planner.nccl_curves import LEAST_BYTES, OTHER_NETWORK_S, rows
 from benchmarks.planner.published_runs import TABLES, Run, published_runs
 from minipar.cost.doubt import DENSE, MIXED, NEAR, PER_DOUBLING, UNLIKE
+from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL
+from minipar.cost.machines import MACHINES
 from minipar.cost.programs import PROGRAMS
 from minipar.cost.timing import step_time
 from minipar.visualize.style import BLUE, GREY, INK, NORMAL, ORANGE, SMALL, VERMILION, new_figure, quiet
@@ -41,8 +45,8 @@ def page() -> str:
     runs = published_runs()
     held = [run for run in runs if run.held_out]
     sections = (
-        _introduction(runs, held), _ablation(), _by_program(runs), _doubt(runs), _unexplained(), _collectives(),
-        _ranking(), _every_run(runs),
+        _introduction(runs, held), _ablation(), _by_program(runs), _doubt(runs), _unexplained(), _one_h200(),
+        _collectives(), _ranking(), _every_run(runs),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
@@ -220,6 +224,30 @@ def _unexplained() -> list[str]:
         "microbatch), xtuner's runs with experts on four nodes, AutoModel's of 1,024 GPUs, one of Megatron-MoE-ModelZoo "
         "whose sharding is not printed, and Megatron's whose routers were not forced to balance. Nor, because the model "
         "has no such layout: runs in 8 bits, all-to-alls behind other microbatches, a pipeline that drains twice a step.",
+    ]
+
+
+def _one_h200() -> list[str]:
+    """Compare what one GPU was measured to do with what the planner assumes of it."""
+    measured = json.loads(
+        (Path(__file__).parents[2] / "docs" / "generated" / "gpu.json").read_text(encoding="utf-8")
+    )
+    machine = MACHINES[measured["about"]["planner's machine"]]
+    products = {row["tokens x in x out"]: row["of the peak"] for row in measured["products"]}
+    large = [rate for sizes, rate in products.items() if min(map(int, sizes.split(" x "))) >= 4096]
+    layers_ms = [
+        row["launched, ms"] / int(row["model"].split()[0])
+        for row in measured["launches"]
+        if "layers" in row["model"]
+    ]
+    in_a_run = machine.matmul_fraction * machine.share / Implementation().arithmetic
+    return [
+        "## One H200",
+        "",
+        f"Measured on one {measured['about']['GPU']} ([gpu.md](../gpu.md)), never fitted: large products in bfloat16 "
+        f"reach {min(large):.0%} to {max(large):.0%} of the peak; the planner takes {machine.matmul_fraction:.0%} for the "
+        f"best of them, and {in_a_run:.0%} in a run. To launch a layer's forward takes the host {min(layers_ms):.1f} to "
+        f"{max(layers_ms):.1f} ms: a layer that computes for less waits for it, which the planner leaves out.",
     ]
 
 

@@ -169,46 +169,24 @@ class ModelShape:
         return self.num_params - self.num_moe_layers * unused
 
 
-def latent_attention_elems(
-    dim: int, num_heads: int, kv_latent_dim: int, rope_dim: int, head_dim: int = 0, q_latent_dim: int = 0
-) -> int:
-    """Return the number of matrix elements of latent attention, with a latent of width c and r rotary features per head.
-
-    head_dim  features of a head without the rotary ones; 0: dim / num_heads
-
-    For H heads of d features and a query latent of width z, kv_down and k_rope have D (c + r) elements, k_up and v_up
-    2 c H d, o H d D, and the queries' matrices D H (d + r) or, with z > 0, D z + z H (d + r).
-    """
-    width = head_dim or dim // num_heads
-    queries = num_heads * (width + rope_dim)
-    heads = (q_latent_dim or dim) * queries + num_heads * width * (2 * kv_latent_dim + dim)
-    return heads + latent_elems(dim, kv_latent_dim, rope_dim, q_latent_dim)
-
-
-def latent_elems(dim: int, kv_latent_dim: int, rope_dim: int, q_latent_dim: int = 0) -> int:
-    """Return the number of elements of the matrices that compute latents and k_rope, which tp does not split."""
-    return dim * (kv_latent_dim + rope_dim + q_latent_dim)
-
-
 def attention_elems(shape: ModelShape) -> int:
-    """Return the number of matrix elements of a layer's attention."""
-    if shape.kv_latent_dim:
-        return latent_attention_elems(
-            shape.dim,
-            shape.num_heads,
-            shape.kv_latent_dim,
-            shape.rope_dim,
-            shape.head_dim,
-            shape.q_latent_dim,
-        )
-    return 2 * shape.dim * (shape.q_dim + shape.kv_dim)
+    """Return the number of matrix elements of a layer's attention.
+
+    In latent attention with H heads of d features, r rotary features a head, a latent of width c and a query latent of
+    width z, kv_down and k_rope have D (c + r) elements, k_up and v_up 2 c H d, o H d D, and the queries' matrices
+    D H (d + r) or, with z > 0, D z + z H (d + r).
+    """
+    if not shape.kv_latent_dim:
+        return 2 * shape.dim * (shape.q_dim + shape.kv_dim)
+    queries = (shape.q_latent_dim or shape.dim) * shape.num_heads * shape.core_head_dim
+    return queries + shape.q_dim * (2 * shape.kv_latent_dim + shape.dim) + whole_latent_elems(shape)
 
 
 def whole_latent_elems(shape: ModelShape) -> int:
-    """Return the number of matrix elements of a layer's latents, which each tp rank has whole; 0 without latents."""
+    """Return the number of matrix elements of a layer's latents and k_rope, which tp does not split; 0 without latents."""
     if not shape.kv_latent_dim:
         return 0
-    return latent_elems(shape.dim, shape.kv_latent_dim, shape.rope_dim, shape.q_latent_dim)
+    return shape.dim * (shape.kv_latent_dim + shape.rope_dim + shape.q_latent_dim)
 
 
 def core_width(shape: ModelShape) -> int:

@@ -9,7 +9,7 @@ import torch
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.cost.models import latent_attention_elems
+from minipar.cost.models import ModelShape, hardware_flops_per_token, model_flops_per_token
 from minipar.model import take_metrics
 
 if TYPE_CHECKING:
@@ -27,22 +27,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     embedding, which is a table, does not; of the experts, only those that the token uses count.
     Source: PaLM, arXiv:2204.02311, appendix B.
     """
-    attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
-    if model.kv_latent_dim:
-        attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
-    dense = 3 * model.dim * model.hidden_dim
-    with_experts = model.num_layers // model.moe_every if model.num_experts else 0
-    sparse = model.top_k * dense + model.dim * model.num_experts + 3 * model.dim * model.shared_dim
-    layers = model.num_layers * attention + (model.num_layers - with_experts) * dense + with_experts * sparse
-    weights = layers + model.dim * model.vocab_size
-    return 6 * weights + 6 * model.num_layers * model.core_width * seq_len
-
-
-def recomputed_flops_per_token(model: ModelConfig, seq_len: int, recompute: str) -> float:
-    """Return the operations per token that recomputation adds: another forward of the recomputed parts, not of the head."""
-    core = 2 * model.num_layers * model.core_width * seq_len
-    layers = flops_per_token(model, seq_len) / 3 - 2 * model.dim * model.vocab_size
-    return {"none": 0.0, "selective": core}.get(recompute, layers)
+    return model_flops_per_token(ModelShape.of(model), seq_len)
 
 
 def speed(config: TrainConfig, seconds: float) -> dict[str, float]:
@@ -52,7 +37,7 @@ def speed(config: TrainConfig, seconds: float) -> dict[str, float]:
     """
     tokens_per_s = config.batch_size * config.seq_len / seconds
     useful = flops_per_token(config.model, config.seq_len)
-    done = useful + recomputed_flops_per_token(config.model, config.seq_len, config.recompute)
+    done = hardware_flops_per_token(ModelShape.of(config.model), config.seq_len, config.recompute)
     tflops = tokens_per_s * useful / config.world_size / 1e12
     mfu = tflops / config.peak_tflops if config.peak_tflops else None
     fractions = {} if mfu is None else {"mfu": mfu, "hfu": mfu * (done / useful)}

@@ -248,6 +248,7 @@ def test_the_pages_tables_are_written_anew():
         planner_page._introduction(RUNS, HELD),
         planner_page._by_program(RUNS),
         planner_page._doubt(RUNS),
+        planner_page._one_h200(),
     )
     for lines in (*sections, planner_page._every_run(RUNS)):
         assert "\n".join(lines) in text

@@ -9,7 +9,6 @@ from minipar.cost.machines import ALIASES, GIGABIT, MACHINES, find_machine
 from minipar.cost.model_table import MODELS, find_model, gpt
 from minipar.cost.models import ModelShape, hardware_flops_per_token, layer_elems, model_flops_per_token
 from minipar.model import Transformer
-from minipar.train.metrics import flops_per_token
 from tests.cost.published import SC21_TABLE1
 from tests.examples import examples
 
@@ -34,7 +33,6 @@ configs = st.builds(
 def test_the_librarys_model_has_as_many_parameters_and_operations(config):
     shape = ModelShape.of(config)
     assert shape.num_params == sum(p.numel() for p in Transformer(config, device="meta").parameters())
-    assert model_flops_per_token(shape, 32) == flops_per_token(config, 32)
 
 
 @examples(8)
@@ -50,7 +48,6 @@ def test_latent_attention_has_as_many_parameters_and_operations(latent_dim, rope
     )
     shape, model = ModelShape.of(config), Transformer(config, device="meta")
     assert shape.num_params == sum(p.numel() for p in model.parameters())
-    assert model_flops_per_token(shape, 32) == flops_per_token(config, 32)
     parameters = dict(model.layers["0"].named_parameters()).items()
     whole = sum(
         p.numel() for name, p in parameters if "norm" in name or "kv_down" in name or "k_rope" in name

@@ -6,7 +6,7 @@ from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING
 
-from minipar.cost.models import latent_attention_elems
+from minipar.cost.models import ModelShape, dense_matmul_elems
 from minipar.extras.schedules.sequence_slices import slice_tokens
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def check_slices(config: TrainConfig) -> None:
 def slice_sizes(config: TrainConfig) -> tuple[int, ...]:
     """Return each slice's number of tokens, so that a step takes the least time."""
     slices, model = config.options["schedule"].slices, config.model
-    attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
-    if model.kv_latent_dim:
-        attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
-    matrices = attention + 3 * model.dim * model.hidden_dim
+    matrices = dense_matmul_elems(ModelShape.of(model))
     return equal_costs(config.seq_len, slices, model.core_width // 2, matrices, _whole_tokens(config))
 
 
