@@ -1,17 +1,40 @@
-"""Read the config.json of Hugging Face's Llama or Mistral; refuse what this model cannot represent. Imports no torch."""
+"""Read the config.json of Hugging Face's Llama, Mistral or Qwen; refuse what this model cannot represent. Imports no torch.
+
+FAMILIES is the table of what is read and written: a family whose models this one can represent is a row of it, and a line
+of `model.huggingface.NAMES` for each weight that no other family has.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minipar.config.model_config import ModelConfig
 from minipar.support.errors import one_of
 
-# Families whose models are Llamas with other sizes. Mistral's sliding window must hide nothing.
-FAMILIES = ("llama", "mistral")
+
+class Family(NamedTuple):
+    """How models of a `model_type` are called in transformers, and how they differ from a Llama.
+
+    switches  the switches of ModelConfig that they have, each True
+    window    the field that turns the sliding window on, which must then hide nothing; "": they have no window
+    """
+
+    architecture: str
+    switches: tuple[str, ...] = ()
+    window: str = ""
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window="sliding_window"),
+    "qwen2": Family("Qwen2ForCausalLM", ("qkv_bias",), window="use_sliding_window"),
+    "qwen3": Family("Qwen3ForCausalLM", ("qk_norm",), window="use_sliding_window"),
+}
+SWITCHES = sorted({name for family in FAMILIES.values() for name in family.switches})
+DEFAULT_WINDOW = 4096  # transformers' own, where config.json does not say `sliding_window`
 # The only values that these fields of config.json may have; another value means another model.
 ONLY = {
     "hidden_act": "silu",
@@ -28,52 +51,49 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 }
 SIZES = (
     "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_seq_len", "norm_eps", "rope_theta",
-    "rope_scaling", "tie_embeddings",
+    "rope_scaling", "tie_embeddings", "head_dim", *SWITCHES,
 )  # fmt: skip
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read config.json of a Llama or Mistral. Raises ValueError for what a ModelConfig cannot represent."""
+    """Read config.json of a model of FAMILIES. Raises ValueError for what a ModelConfig cannot represent."""
     given = read_json(path)
-    family = given.get("model_type", "llama")
-    if family not in FAMILIES:
+    name = given.get("model_type", "llama")
+    if name not in FAMILIES:
         raise ValueError(
-            f"{path}: model_type={family!r} is not in this model; use one with model_type={one_of(FAMILIES, near=family)}"
+            f"{path}: model_type={name!r} is not in this model; use one with model_type={one_of(FAMILIES, near=name)}"
         )
+    family = FAMILIES[name]
     for field, only in ONLY.items():
         found = given.get(field, only)
         if (found or None) != (only or None):
-            raise ValueError(
-                f"{path}: {field}={found!r} is not in this model; use a Llama with {field}={only!r}"
-            )
+            raise ValueError(f"{path}: {field}={found!r} is not in this model; use one with {field}={only!r}")
     theta, scaling = _rope(path, given)
     try:
-        config = ModelConfig(
+        sizes: dict[str, Any] = dict(
             vocab_size=given["vocab_size"],
             dim=given["hidden_size"],
             num_layers=given["num_hidden_layers"],
             num_heads=given["num_attention_heads"],
-            num_kv_heads=given.get("num_key_value_heads", given["num_attention_heads"]),
+            num_kv_heads=given.get("num_key_value_heads"),
+            head_dim=given.get("head_dim"),
             hidden_dim=given["intermediate_size"],
             max_seq_len=given["max_position_embeddings"],
             norm_eps=given["rms_norm_eps"],
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=given.get("tie_word_embeddings", False),
+            **dict.fromkeys(family.switches, True),
         )
     except KeyError as missing:
-        raise ValueError(f"{path} has no {missing}; give a whole configuration of a Llama") from None
-    window = given.get("sliding_window")
-    if family == "mistral" and window is not None and window < config.max_seq_len:
+        raise ValueError(f"{path} has no {missing}; give a whole configuration of a {name}") from None
+    config = ModelConfig(**sizes)
+    window = given.get("sliding_window", DEFAULT_WINDOW)
+    has_window = given.get(family.window, family.window == "sliding_window") and window is not None
+    if has_window and window < config.max_seq_len:
         raise ValueError(
             f"{path}: sliding_window={window} is shorter than max_position_embeddings={config.max_seq_len}, and this model "
-            f"attends to all tokens; use a Mistral without a window, or set max_position_embeddings to {window} there"
-        )
-    head_dim = given.get("head_dim") or config.head_dim
-    if head_dim != config.head_dim:
-        raise ValueError(
-            f"{path}: head_dim={head_dim} is not hidden_size / num_attention_heads, which this model's heads have; "
-            f"use head_dim={config.head_dim}"
+            f"attends to all tokens; use a {name} without a window, or set max_position_embeddings to {window} there"
         )
     return config
 
@@ -117,11 +137,13 @@ def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ..
     theirs = read_config(Path(folder) / "config.json")
     for name in SIZES:
         given, stored = getattr(model, name), getattr(theirs, name)
+        if given == stored:
+            continue
         not_given = {getattr(default, name) for default in defaults}
-        if name in ("num_kv_heads", "hidden_dim"):
+        if name in ("num_kv_heads", "hidden_dim", "head_dim"):
             derived: dict[str, Any] = {name: None}
             not_given.add(getattr(replace(model, **derived), name))
-        if given != stored and given not in not_given:
+        if given not in not_given:
             raise ValueError(
                 f"model.{name}={given}, but the Llama of init={folder} has {name}={stored}; use that, or leave it out"
             )

@@ -27,6 +27,9 @@ class ModelConfig(MoEConfig):
     num_kv_heads: int = option(
         None, "number of key/value heads; num_heads / num_kv_heads query heads share each; None: num_heads"
     )
+    head_dim: int = option(None, "features of a head; None: dim / num_heads")
+    qkv_bias: bool = option(False, "add a bias to queries, keys and values, as Qwen2 does")
+    qk_norm: bool = option(False, "norm each head's queries and keys before they are rotated, as Qwen3 does")
     kv_latent_dim: int = option(
         0,
         "width of the latent from which multi-head latent attention (MLA) computes keys and values; 0: no MLA",
@@ -66,6 +69,10 @@ class ModelConfig(MoEConfig):
         check_types(self)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.head_dim is None:
+            require_positive(dim=self.dim, num_heads=self.num_heads)
+            require_divides("num_heads", self.num_heads, "dim", self.dim)
+            object.__setattr__(self, "head_dim", self.dim // self.num_heads)
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", -(-8 * self.dim // 48) * 16)
         sizes = (
@@ -74,21 +81,17 @@ class ModelConfig(MoEConfig):
             "num_layers",
             "num_heads",
             "num_kv_heads",
+            "head_dim",
             "hidden_dim",
             "max_seq_len",
             "moe_every",
         )
         require_positive(**{name: getattr(self, name) for name in sizes})
-        require_divides("num_heads", self.num_heads, "dim", self.dim)
         require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         self._check_head_dim()
         self._check_latent()
         self._check_reals()
         super().__post_init__()
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
 
     @property
     def cache_elems(self) -> int:
@@ -100,13 +103,19 @@ class ModelConfig(MoEConfig):
     @property
     def core_width(self) -> int:
         """The multiplications of the attention core per query and key, over all heads: for score and weighted sum."""
-        return 2 * self.dim + (self.num_heads * self.rope_dim if self.kv_latent_dim else 0)
+        return 2 * self.num_heads * self.head_dim + (
+            self.num_heads * self.rope_dim if self.kv_latent_dim else 0
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts: with moe_every=2, as in Switch, layers 1, 3, 5 ... do."""
         return self.num_experts > 0 and (layer + 1) % self.moe_every == 0
 
     def _check_head_dim(self) -> None:
+        if self.head_dim % 2 and self.head_dim * self.num_heads != self.dim:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd, and rotary embeddings turn pairs of features; use an even head_dim"
+            )
         if self.head_dim % 2:
             fits = [h for h in divisors(self.dim) if self.dim // h % 2 == 0]
             advice = f"use num_heads={one_of(fits)}" if fits else "use an even dim"
@@ -129,6 +138,12 @@ class ModelConfig(MoEConfig):
                 f"num_kv_heads={self.num_kv_heads} with kv_latent_dim={self.kv_latent_dim}: every head has its own keys "
                 f"and values of the latent; use num_kv_heads={self.num_heads}"
             )
+        own = {"head_dim": self.dim // self.num_heads, "qkv_bias": False, "qk_norm": False}
+        for name, only in own.items():
+            if (found := getattr(self, name)) != only:
+                raise ValueError(
+                    f"{name}={found} with kv_latent_dim={self.kv_latent_dim} is not in latent attention; use {name}={only}"
+                )
         if self.rope_dim is None:
             object.__setattr__(self, "rope_dim", -(-self.head_dim // 4) * 2)
         if self.rope_dim < 2 or self.rope_dim % 2:

@@ -96,6 +96,7 @@ def layer_activation_bytes(
         dropouts   2 D             a mask after attention, one after the MLP                    unsharded, or tokens / tp
         attention  (e (2 D + 2 D_kv) + w H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp       heads / tp
                    e (4 D + H S)/tp              with scores: q, repeated keys and values, the output, S probabilities
+                   ((w + e)(D + D_kv) + w (H + H_kv))/tp   with norms of q and k, which keep what a norm of latents does
         latents    (w + e) c + w   latent attention only: kv_norm's input, normalized input and inverse root mean square,
                                    unsharded, or tokens / tp
                    e (c + r)       the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is
@@ -116,6 +117,8 @@ def layer_activation_bytes(
     attention = e * (2 * heads + 2 * kv_heads) * shape.head_dim + wide * heads
     if scores:
         attention = e * (4 * heads * shape.head_dim + heads * scores)
+    if shape.qk_norm:
+        attention += (heads + kv_heads) * ((wide + e) * shape.head_dim + wide)
     latents = 0
     if shape.kv_latent_dim:
         attention += e * heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
@@ -161,6 +164,7 @@ def fused_layer_bytes(
 
         norms      2 (2 D)     input and output: acts keeps the input alone             unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H w/e)/tp   q, k, v, the output, log-sum-exps of w = max(4, e) bytes
+                   (D + D_kv)/tp   the inputs of the norms of q and k, if it has these
         mlp        3 F/tp      gate, up, and their product: acts keeps gate and up
         ops        2 D, and (D + D + D_kv + F + H w/e)/tp: the layer's input, down's output; q, v, gate, attention's output
 
@@ -182,7 +186,7 @@ def fused_layer_bytes(
     acts = recompute == "acts"
     whole = shape.norms_per_layer * (1 if acts else 2) * shape.dim * outside
     split = (
-        (2 * heads + 2 * kv_heads) * core
+        (2 + shape.qk_norm) * (heads + kv_heads) * core
         + log_sum_exps
         + (2 if acts else 3) * width
         + 2 * rows * shape.dim

@@ -18,6 +18,8 @@ class ModelShape:
     bias            linears have biases
     norm_params     parameter vectors per norm: 1 for RMSNorm, 2 for LayerNorm
     positions       number of learned positions; 0: rotary embeddings
+    qkv_bias        the matrices of q, k and v have biases, also if others have none
+    qk_norm         each head's queries and keys are normed
     dropout         each layer has two dropouts (a parallel block has one) and keeps their masks
     parallel_block  attention and MLP share one norm as their input, and their sum goes through one dropout
     head_size       features of a head; 0: dim / num_heads
@@ -53,6 +55,8 @@ class ModelShape:
     q_latent_dim: int = 0
     dense_layers: int = 0
     dense_hidden_dim: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -95,10 +99,12 @@ class ModelShape:
             raise ValueError(
                 f"kv_latent_dim={self.kv_latent_dim}, rope_dim={self.rope_dim}; use two numbers above 0, or none of them"
             )
-        if self.kv_latent_dim and (self.bias or self.num_kv_heads != self.num_heads):
+        others = self.bias or self.qkv_bias or self.qk_norm
+        if self.kv_latent_dim and (others or self.num_kv_heads != self.num_heads):
             raise ValueError(
-                f"kv_latent_dim={self.kv_latent_dim} with bias={self.bias} and num_kv_heads={self.num_kv_heads}: latent "
-                f"attention has no biases and as many key/value heads as heads; leave these out"
+                f"kv_latent_dim={self.kv_latent_dim} with bias={self.bias}, qkv_bias={self.qkv_bias}, "
+                f"qk_norm={self.qk_norm} and num_kv_heads={self.num_kv_heads}: latent attention has no biases, no norms of "
+                "queries and keys, and as many key/value heads as heads; leave these out"
             )
 
     @classmethod
@@ -109,7 +115,7 @@ class ModelShape:
             tie_embeddings=model.tie_embeddings, dropout=model.dropout > 0, num_experts=model.num_experts,
             top_k=model.top_k, capacity_factor=model.capacity_factor or 1.0, moe_every=model.moe_every,
             shared_dim=model.shared_dim, parallel_block=model.parallel_block, kv_latent_dim=model.kv_latent_dim,
-            rope_dim=model.rope_dim or 0,
+            rope_dim=model.rope_dim or 0, head_size=model.head_dim, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm,
         )  # fmt: skip
 
     @property
@@ -199,9 +205,9 @@ def layer_elems(
 ) -> tuple[int, int]:
     """Return (dense, expert): the numbers of a layer's parameters on one rank.
 
-    q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Not split are norms, the router,
-    the biases of o and of the MLP's last matrix, and the matrices that compute latents, with their norm. Experts are split
-    over ep and then, unless `fold_experts`, over tp.
+    q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Not split are norms (those of
+    queries and keys, too), the router, the biases of o and of the MLP's last matrix, and the matrices that compute latents,
+    with their norm. Experts are split over ep and then, unless `fold_experts`, over tp.
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
     dim, width = shape.dim, shape.dense_width // tp
@@ -211,8 +217,8 @@ def layer_elems(
         dense += whole + shape.kv_latent_dim + shape.q_latent_dim + (attention_elems(shape) - whole) // tp
     else:
         dense += 2 * dim * shape.q_dim // tp + 2 * dim * kv_dim
-    if shape.bias:
-        dense += shape.q_dim // tp + 2 * kv_dim + dim
+    dense += (shape.bias or shape.qkv_bias) * (shape.q_dim // tp + 2 * kv_dim)
+    dense += shape.bias * dim + shape.qk_norm * 2 * shape.head_dim
     if not shape.has_experts(layer):
         matrices = 3 if shape.gated else 2
         return dense + matrices * dim * width + (width + dim) * shape.bias, 0

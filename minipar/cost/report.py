@@ -201,7 +201,11 @@ def _flags(job: Job, layout: Layout) -> list[str]:
     return (
         flags
         + ["--sequence-parallel"] * (layout.tp > 1)
-        + ["--model.parallel-block"] * shape.parallel_block
+        + [
+            f"--model.{name.replace('_', '-')}"
+            for name in ("parallel_block", "qkv_bias", "qk_norm")
+            if getattr(shape, name)
+        ]
         + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp)]
     )
 
@@ -209,6 +213,8 @@ def _flags(job: Job, layout: Layout) -> list[str]:
 def _sizes(shape: ModelShape, job: Job, cp: int) -> Iterator[tuple[str, object]]:
     for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
         yield name.replace("_", "-"), getattr(shape, name)
+    if shape.q_dim != shape.dim:
+        yield "head-dim", shape.head_dim
     yield "max-seq-len", job.seq_len
     if shape.num_experts:
         for name in ("num_experts", "top_k", "capacity_factor", "moe_every", "shared_dim"):

@@ -8,7 +8,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            layer, but less for the last of N layers. The loss adds 3 elements per token. A parallel block without experts
            has half as many all-reduces: 4 per layer in place of 8, and 1 in place of 2 with sequence parallelism;
            recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N". Latent
-           attention adds 2 (t-1)/t N (c + r) e per layer, for the gradients of its latents
+           attention adds 2 (t-1)/t N (c + r) e per layer, for the gradients of its latents; norms of queries and keys
+           add 4 (t-1)/t d e per layer and microbatch, for those of their weights
     pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism. With tied embeddings
            the first and the last rank exchange V D/t gradients per step
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
@@ -113,7 +114,8 @@ def _tp(job: Job, layout: Layout, rank: int) -> float:
     whole = (shape.norms_per_layer * held.num_layers + held.last) * shape.dim
     if shape.kv_latent_dim:
         whole += held.num_layers * (whole_latent_elems(shape) + shape.kv_latent_dim + shape.q_latent_dim)
-    elems = (sums * shape.dim + routed + latents) * tokens + split * m * whole
+    of_heads = 2 * shape.head_dim * held.num_layers * shape.qk_norm
+    elems = (sums * shape.dim + routed + latents) * tokens + m * (split * whole + of_heads)
     return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
 
 

@@ -24,6 +24,7 @@ to nothing. These are the elements (of e bytes) that a forward moves per token; 
     GPT     two norms 4 h, two residual sums with bias and dropout 6 h, their masks 2 h/e; divided by t: q, k, v and their
             transposes 8 h, GELU 2 ffn, stored scores a keys (5 + 1/e)
     Llama   two norms 4 h, two residual sums 6 h; divided by t: rotary 2 (h + h_kv), SwiGLU 3 F
+            with norms of q and k, divided by t: 2 (h + h_kv)
     MLA     besides: norms of the latents 3 (c + z), and divided by t the joining of keys with rotary keys 2 a (d + r)
     experts per routed row SwiGLU 3 F, and 8 h to sort rows before each all-to-all and after it (4 h in each direction)
 
@@ -204,7 +205,7 @@ def _memory_elems(job: Job, tp: int, experts: bool = False) -> float:
     split = tp if how.sequence_parallel else 1
     norms = shape.norms_per_layer
     outside = (6 + 2 * norms) * shape.dim + norms * shape.dim / e * shape.dropout
-    inside: float = 2 * (shape.q_dim + shape.kv_dim) + 3 * shape.dense_width
+    inside: float = (2 + 2 * shape.qk_norm) * (shape.q_dim + shape.kv_dim) + 3 * shape.dense_width
     if not shape.gated:
         inside = 8 * shape.dim + 2 * shape.dense_width
     if experts:

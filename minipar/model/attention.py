@@ -14,6 +14,7 @@ from minipar.config.model_config import ModelConfig
 from minipar.model.deferrable_linear import Linear
 from minipar.model.flash import flash_attention
 from minipar.model.mask import single_process_mask
+from minipar.model.norm import RMSNorm
 from minipar.model.overrides import AttentionCore, AttentionOverrides
 from minipar.model.rope import rotate, rotation
 
@@ -68,6 +69,8 @@ class Attention(nn.Module):
     x, y  [B, T, D]
     q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
 
+    With `qkv_bias`, q, k and v have biases; with `qk_norm`, each head's q and k are normed before they are rotated.
+
     `num_heads` and `num_kv_heads` count the heads that *this module* computes. `core` computes attention on
     [B, heads, T, head_dim], and gets `positions` where samples hold documents. With a key/value cache, `core` also gets
     the keys and values of earlier tokens. Override points: `AttentionOverrides`.
@@ -86,10 +89,15 @@ class Attention(nn.Module):
     def _make_matrices(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
         linear = partial(Linear, device=device, dtype=dtype)
         kv_dim = self.num_kv_heads * config.head_dim
-        self.q = linear(config.dim, config.dim)
-        self.k = linear(config.dim, kv_dim)
-        self.v = linear(config.dim, kv_dim)
-        self.o = linear(config.dim, config.dim)
+        q_dim, bias = self.num_heads * config.head_dim, config.qkv_bias
+        self.q = linear(config.dim, q_dim, bias)
+        self.k = linear(config.dim, kv_dim, bias)
+        self.v = linear(config.dim, kv_dim, bias)
+        self.o = linear(q_dim, config.dim)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            norm = partial(RMSNorm, config.head_dim, config.norm_eps, device, dtype)
+            self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         projected = (self.overrides.project_qkv or self.project_qkv)(x)
@@ -102,8 +110,10 @@ class Attention(nn.Module):
         if self.overrides.positions is not None:
             positions = self.overrides.positions(positions)
         cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype, self.rope_scaling)
-        q = rotate(self._heads(q, self.num_heads), cos, sin)
-        k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
+        q, k = self._heads(q, self.num_heads), self._heads(k, self.num_kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         v = self._heads(v, self.num_kv_heads)
         of_documents = {"positions": positions} if self.documents else {}
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -1,7 +1,8 @@
-"""Hugging Face's Llama, 1 to 3.3, or Mistral: its configuration, and its weights under this model's parameter names.
+"""Hugging Face's Llama (1 to 3.3), Mistral, Qwen2, 2.5 or 3: its configuration, and its weights under this model's names.
 
-This model has Llama's architecture, parameter for parameter, so loading only renames the weights. Checkpoints that it
-cannot represent are refused: another activation, other head sizes, sliding windows, biases, quantized weights.
+This model has their architectures, parameter for parameter, so loading only renames the weights. Checkpoints that it
+cannot represent are refused: another activation, sliding windows, other biases, quantized weights. `llama_config.FAMILIES`
+holds what the families differ in.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ NAMES = {
     "layers.{}.attention.q.weight": "model.layers.{}.self_attn.q_proj.weight",
     "layers.{}.attention.k.weight": "model.layers.{}.self_attn.k_proj.weight",
     "layers.{}.attention.v.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attention.q.bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers.{}.attention.k.bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers.{}.attention.v.bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers.{}.attention.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.{}.attention.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
     "layers.{}.attention.o.weight": "model.layers.{}.self_attn.o_proj.weight",
     "layers.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "layers.{}.mlp.gate.weight": "model.layers.{}.mlp.gate_proj.weight",
@@ -38,14 +44,14 @@ NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: rotary wavelengths, whic
 
 
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
-    """Return the configuration of the Llama in `folder`, and its weights under this model's parameter names.
+    """Return the configuration of the model in `folder`, and its weights under this model's parameter names.
 
         config, weights = from_huggingface("Llama-3.2-1B")
         model = Transformer(config, dtype=torch.bfloat16)
         model.load_state_dict(weights)
 
-    Reads config.json, and the weights' names in model.safetensors or in the files that the index lists. A weight is read
-    only when it is accessed.
+    The model is one of `llama_config.FAMILIES`. Reads config.json, and the weights' names in model.safetensors or in the
+    files that the index lists. A weight is read only when it is accessed.
     Raises ValueError, naming file and field, if a file is missing or has something that this model cannot represent.
     """
     folder = Path(folder)
@@ -57,7 +63,7 @@ class LlamaWeights(Mapping[str, Tensor]):
     """The unsharded weights in a folder, under this model's parameter names. Each is read from its file when accessed.
 
     `weights[name]` reads one tensor, `weights.slice(name)[rows, columns]` a part of it.
-    Raises ValueError if names or shapes are not those of a Llama of this configuration.
+    Raises ValueError if names or shapes are not those of a model of this configuration.
     """
 
     def __init__(self, folder: Path, config: ModelConfig):
@@ -87,7 +93,7 @@ class LlamaWeights(Mapping[str, Tensor]):
 
 
 def huggingface_name(name: str) -> str:
-    """Return Hugging Face's name of a parameter. Raises ValueError for a parameter that a Llama does not have."""
+    """Return Hugging Face's name of a parameter. Raises ValueError for a parameter that none of the families has."""
     return _renamed(name, NAMES, "a Llama")
 
 

@@ -3,7 +3,7 @@
 A module keeps its override points in `overrides`, one of the records below. None means the module's own function. The
 records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace:
 
-    child modules         (q, k, v, o, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head)
+    child modules         (q, k, v, o, q_norm, k_norm, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head)
                           replaced with sharded or replicated modules                                  tensor_parallel
     parameters            replaced with their shards                          tensor_parallel, expert_parallel, FSDP
     param.data            replaced with views of flat buckets                                                  ZeRO

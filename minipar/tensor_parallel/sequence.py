@@ -50,11 +50,11 @@ def start_reduce_scatter_tokens(comm: Comm, x: Tensor) -> Callable[[], Tensor]:
 
 
 class SequenceParallelRMSNorm(RMSNorm):
-    """RMSNorm on this rank's tokens, with a weight that is not sharded.
+    """RMSNorm on this rank's tokens or, of queries and keys, its heads, with a weight that is not sharded.
 
-    x, y  [B, T/tp, D]    w  [D]
+    x, y  [B, T/tp, D] or [B, T, heads/tp, d]    w  [D] or [d]
 
-    backward   dw = sum over ranks of the dw from each rank's tokens    one all-reduce of D elements
+    backward   dw = sum over ranks of the dw from each rank's part    one all-reduce of D elements
     """
 
     def __init__(self, norm: RMSNorm, comm: Comm):

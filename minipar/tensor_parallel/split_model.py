@@ -7,6 +7,7 @@
     experts              each expert like an mlp                one all-reduce forward, two backward
     head                 rows; the loss over split logits       one all-reduce backward
     norms                whole on every rank
+    norms of q and k     whole; each rank's own heads           one all-reduce backward, of head_dim elements
 
 A layer therefore needs four all-reduces of B*T*D elements. The operations between a column-parallel and a row-parallel
 matrix need no communication, since they act on each feature, or each head, separately.
@@ -83,8 +84,9 @@ def tensor_parallel(
     Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements. With `sequence_parallel`, the backward gathers the inputs
     of column-parallel matrices again: it sends 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. A
     parallel block without experts sends half of each: 4 for the 8, 5 for the 10, and D for the 2 D. Where tp exceeds the
-    number of key/value heads, the ranks that share a head sum its gradients. Latent attention also sends what
-    `shared_latents` sends and, with `sequence_parallel`, an all-reduce of the gradients of kv_down, k_rope and kv_norm.
+    number of key/value heads, the ranks that share a head sum its gradients. Norms of queries and keys have an all-reduce
+    each, of head_dim elements. Latent attention also sends what `shared_latents` sends and, with `sequence_parallel`, an
+    all-reduce of the gradients of kv_down, k_rope and kv_norm.
     Raises ValueError, before anything is changed, where ranks have other weights or another plan, tp does not divide a
     dimension to be split, `chunked` is given without `sequence_parallel`, a block holds a layer that cannot be split, the
     model is already in data parallelism, or it is of another class and has no plan.
@@ -170,6 +172,9 @@ def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module
     attention.k = plan.column(attention.k, num_shards=kv_shards)
     attention.v = plan.column(attention.v, num_shards=kv_shards)
     attention.o = plan.row(attention.o)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        attention.q_norm = shard_norm(attention.q_norm, plan, of_heads=True)
+        attention.k_norm = shard_norm(attention.k_norm, plan, of_heads=True)
     attention.overrides.project_qkv = partial(project_together, (attention.q, attention.k, attention.v))
     attention.num_heads //= plan.comm.size
     attention.num_kv_heads //= kv_shards
@@ -249,9 +254,10 @@ def attention_and_mlp(
     return sum_together(rows, (attention.attend((*qkv, *others(x)), positions), mlp.activate(gate, up)))
 
 
-def shard_norm(norm: RMSNorm, plan: TensorParallelPlan) -> RMSNorm:
+def shard_norm(norm: RMSNorm, plan: TensorParallelPlan, of_heads: bool = False) -> RMSNorm:
+    """Mark a norm's weight as unsharded, and sum its gradient where each rank norms its own tokens or its own heads."""
     replicate_parameter(norm.weight)
-    return SequenceParallelRMSNorm(norm, plan.comm) if plan.sequence_parallel else norm
+    return SequenceParallelRMSNorm(norm, plan.comm) if plan.sequence_parallel or of_heads else norm
 
 
 def shard_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:

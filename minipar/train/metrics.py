@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Return the floating point operations per token of forward and backward, without recomputation.
 
-        6 * (weights that multiply a token) + 12 * num_layers * dim * seq_len
-        with latent attention                 + 6 * num_layers * (2 dim + num_heads * rope_dim) * seq_len
+        6 * (weights that multiply a token) + 12 * num_layers * num_heads * head_dim * seq_len
+        with latent attention                 + 6 * num_layers * num_heads * (2 head_dim + rope_dim) * seq_len
 
     A weight does one multiplication and one addition in the forward, and two of each in the backward. The second term is
     for the attention scores and the weighted sum of values; as usual, masked scores count too. The head counts; the

@@ -17,6 +17,7 @@ from minipar.train.step import train_step
 SMALL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32)
 MIXTURE = replace(SMALL, num_experts=4, top_k=2, moe_every=1, shared_dim=16)
 LATENT = replace(SMALL, num_kv_heads=4, kv_latent_dim=16, rope_dim=8)
+QWEN = replace(SMALL, head_dim=24, qkv_bias=True, qk_norm=True)
 PARALLEL = replace(SMALL, parallel_block=True)
 RUN = TrainConfig(model=SMALL, batch_size=8, seq_len=32, steps=2, warmup=1, dtype="float64", trace_steps=0)
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}

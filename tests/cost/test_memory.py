@@ -114,6 +114,8 @@ def counted_bytes(
         dict(num_kv_heads=2, dropout=0.1),
         dict(dropout=0.1, parallel_block=True),
         dict(kv_latent_dim=24, rope_dim=8),
+        dict(qkv_bias=True, num_kv_heads=2),
+        dict(qk_norm=True, head_dim=24, num_kv_heads=2),
     ],
     ids=str,
 )
@@ -125,7 +127,9 @@ def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options, dty
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("latent", [{}, dict(kv_latent_dim=24, rope_dim=8)], ids=["heads", "latents"])
+@pytest.mark.parametrize(
+    "latent", [{}, dict(kv_latent_dim=24, rope_dim=8), dict(qk_norm=True)], ids=["heads", "latents", "norms"]
+)
 @pytest.mark.parametrize("attention", ["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention, latent, dtype):
@@ -138,7 +142,9 @@ def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention, late
     )
     assert counted_bytes(config, "selective", dtype)[0] == 4 * selective
     assert counted_bytes(config, "none", dtype)[0] == 4 * whole
-    of_latents = 16 + 8 if latent else 0  # the core's output, of which o's input is a narrower copy
+    of_latents = (
+        16 + 8 if shape.kv_latent_dim else 0
+    )  # the core's output, of which o's input is a narrower copy
     assert dense or whole - selective == 4 * 128 * 4 * (4 + e * of_latents)
 
 

@@ -25,6 +25,9 @@ configs = st.builds(
     top_k=st.integers(1, 2),
     moe_every=st.integers(1, 2),
     parallel_block=st.booleans(),
+    head_dim=st.sampled_from([None, 2, 6]),
+    qkv_bias=st.booleans(),
+    qk_norm=st.booleans(),
 )
 
 

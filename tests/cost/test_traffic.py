@@ -21,6 +21,7 @@ from tests.cost.runs import (
     LATENT,
     MIXTURE,
     PARALLEL,
+    QWEN,
     RUN,
     SMALL,
     assert_sends_what_was_predicted,
@@ -68,6 +69,10 @@ H100 = MACHINES["h100"]
         dict(tp=2, model=replace(PARALLEL, dropout=0.1), recompute="every:2", sequence_parallel=True),
         dict(tp=2, model=replace(MIXTURE, parallel_block=True, moe_every=2), sequence_parallel=True),
         dict(tp=2, model=LATENT),
+        dict(tp=2, model=QWEN, microbatches=2),
+        dict(tp=2, model=QWEN, recompute="full", sequence_parallel=True),
+        dict(cp=2, model=QWEN, cp_attention="ulysses"),
+        dict(dp=2, model=QWEN, zero=3, microbatches=2),
         dict(tp=2, model=LATENT, recompute="full", sequence_parallel=True),
         dict(cp=2, model=LATENT),
         dict(cp=2, model=LATENT, cp_attention="ulysses"),
@@ -76,6 +81,7 @@ H100 = MACHINES["h100"]
     ],
     ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}) + (
         " in parallel blocks" if "model" in mesh and mesh["model"].parallel_block else ""
+    ) + (" with norms of heads" if "model" in mesh and mesh["model"].qk_norm else ""
     ) + (" with latents" if "model" in mesh and mesh["model"].kv_latent_dim else ""
     ),
 )  # fmt: skip

@@ -138,9 +138,40 @@ def test_llama_3_and_mistral_are_read(tmp_path, said, scaling):
     assert config.rope_theta == 500000.0
 
 
-@pytest.mark.parametrize("scaling", [None, (2.0,), (8.0, 1.0, 4.0, 8192.0)])
-def test_an_exported_configuration_is_read_as_it_was(tmp_path, scaling):
-    config = ModelConfig(**{**vars(CONFIG), "rope_scaling": scaling})
+@pytest.mark.parametrize(
+    ("said", "changes"),
+    [
+        ({"model_type": "llama", "head_dim": 6}, dict(head_dim=6)),
+        ({"model_type": "mistral", "head_dim": 6, "sliding_window": None}, dict(head_dim=6)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, dict(qkv_bias=True)),
+        ({"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}, dict(qkv_bias=True)),
+        ({"model_type": "qwen3", "head_dim": 6}, dict(qk_norm=True, head_dim=6)),
+    ],
+    ids=str,
+)
+def test_a_familys_switches_weights_and_head_size_are_read(tmp_path, said, changes):
+    config = ModelConfig(**{**vars(CONFIG), "rope_theta": 500000.0, **changes})
+    want = write(tmp_path, config, SAID | said)
+    found, weights = from_huggingface(tmp_path)
+    assert found == config
+    assert weights.keys() == want.keys()
+    assert all(torch.equal(weights[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(rope_scaling=(2.0,)),
+        dict(rope_scaling=(8.0, 1.0, 4.0, 8192.0)),
+        dict(head_dim=6),
+        dict(qkv_bias=True, tie_embeddings=True),
+        dict(qk_norm=True, head_dim=6),
+    ],
+    ids=str,
+)
+def test_an_exported_configuration_is_read_as_it_was(tmp_path, changes):
+    config = ModelConfig(**{**vars(CONFIG), **changes})
     (tmp_path / "config.json").write_text(json.dumps(llama_config(config)))
     assert read_config(tmp_path / "config.json") == config
 
@@ -153,13 +184,25 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"model_type": "gemma"}, "model_type='gemma' is not in this model.*model_type=llama or mistral"),
+        (
+            {"model_type": "gemma"},
+            "model_type='gemma' is not in this model.*model_type=llama, mistral, qwen2 or qwen3",
+        ),
         (
             {"model_type": "mistral", "sliding_window": 16},
             "sliding_window=16 is shorter than max_position_embeddings=32",
         ),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window=4096 is shorter than"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16},
+            "sliding_window=16 is shorter than max_position_embeddings=32.*use a qwen2 without a window",
+        ),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "qwen2"}, r"lacks layers\.0\.attention\.k\.bias"),
+        ({"model_type": "qwen3"}, r"lacks layers\.0\.attention\.k_norm\.weight"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not in this model.*hidden_act='silu'"),
-        ({"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads.*use head_dim=4"),
+        ({"head_dim": 8}, r"q\.weight has shape \(16, 16\), and by config.json \(32, 16\)"),
+        ({"head_dim": 3}, "head_dim=3 is odd"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
@@ -179,7 +222,10 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
         ({"num_hidden_layers": 3}, r"lacks layers\.2\..*9 of 30 weights"),
         ({"num_hidden_layers": 1}, "which a model of its config.json has not"),
         ({"intermediate_size": 32}, r"has shape \(24, 16\), and by config.json \(32, 16\)"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "num_heads=3 does not divide dim=16"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
+            "num_heads=3 does not divide dim=16",
+        ),
     ],
 )
 def test_another_model_is_refused_with_what_would_work(tmp_path, said, says):
@@ -194,8 +240,13 @@ def test_missing_files_fields_and_foreign_weights_are_named(tmp_path):
     write(tmp_path, said={k: v for k, v in SAID.items() if k != "hidden_size"})
     with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
         from_huggingface(tmp_path)
+    write(tmp_path, **{"model.layers.0.self_attn.o_proj.bias": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"o_proj\.bias is not a weight of the model for "):
+        from_huggingface(tmp_path)
     write(tmp_path, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)})
-    with pytest.raises(ValueError, match=r"q_proj\.bias is not a weight of the model for "):
+    with pytest.raises(
+        ValueError, match=r"has layers\.0\.attention\.q\.bias, which a model of its config\.json has not"
+    ):
         from_huggingface(tmp_path)
     with pytest.raises(ValueError, match=r"experts\.gate is not a weight of a Llama"):
         huggingface_name("layers.0.mlp.experts.gate")

@@ -1,4 +1,4 @@
-"""The same numbers as Llama: as written out below, and, where it is installed, as Hugging Face computes them."""
+"""The same numbers as Llama, Mistral and Qwen: as written out below, and as Hugging Face computes them."""
 
 import math
 import re
@@ -40,14 +40,16 @@ def llama(w, tokens, config):
 
     def attention(xs, name):
         d, group = config.head_dim, config.num_heads // config.num_kv_heads
-        q, k, v = ([w[f"{name}.{n}.weight"] @ x for x in xs] for n in "qkv")
+        q, k, v = ([w[f"{name}.{n}.weight"] @ x + w.get(f"{name}.{n}.bias", 0) for x in xs] for n in "qkv")
+        normed = norm if config.qk_norm else lambda x, name: x
         outs = []
         for t in range(len(xs)):
             heads = []
             for h in range(config.num_heads):
                 mine, shared = slice(h * d, (h + 1) * d), slice(h // group * d, (h // group + 1) * d)
-                query = turned(q[t][mine], t)
-                scores = torch.stack([query @ turned(k[s][shared], s) / math.sqrt(d) for s in range(t + 1)])
+                query = turned(normed(q[t][mine], f"{name}.q_norm.weight"), t)
+                keys = [turned(normed(k[s][shared], f"{name}.k_norm.weight"), s) for s in range(t + 1)]
+                scores = torch.stack([query @ key / math.sqrt(d) for key in keys])
                 heads.append(scores.softmax(0) @ torch.stack([v[s][shared] for s in range(t + 1)]))
             outs.append(w[f"{name}.o.weight"] @ torch.cat(heads))
         return outs
@@ -68,7 +70,15 @@ def llama(w, tokens, config):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("attention", ["fused", "plain"])
 @pytest.mark.parametrize(
-    "changes", [{}, dict(tie_embeddings=True), dict(num_kv_heads=6, rope_theta=500.0), dict(norm_eps=0.1)]
+    "changes",
+    [
+        {},
+        dict(tie_embeddings=True),
+        dict(num_kv_heads=6, rope_theta=500.0),
+        dict(norm_eps=0.1),
+        dict(qkv_bias=True),
+        dict(qk_norm=True, head_dim=10),
+    ],
 )
 def test_logits_and_gradients_are_those_of_llamas_equations(attention, changes):
     model = random_model(attention=attention, **changes)
@@ -89,6 +99,7 @@ RENAMED = {
     r"^norm\.": "model.norm.",
     r"^head\.": "lm_head.",
     r"attention\.([qkvo])\.": r"self_attn.\1_proj.",
+    r"attention\.([qk])_norm\.": r"self_attn.\1_norm.",
     r"attention_norm\.": "input_layernorm.",
     r"mlp_norm\.": "post_attention_layernorm.",
     r"mlp\.(gate|up|down)\.": r"mlp.\1_proj.",
@@ -108,22 +119,11 @@ def rope_said(transformers, config):
     return dict(rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta} | (scaling or {}))
 
 
-def huggingface_twin(transformers, model):
+def huggingface_twin(transformers, model, **said):
     config = model.config
-    twin = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            intermediate_size=config.hidden_dim,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            **rope_said(transformers, config),
-            tie_word_embeddings=config.tie_embeddings,
-        )
-    ).to(next(model.parameters()).dtype)
+    said = llama_config(config) | rope_said(transformers, config) | said
+    theirs = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    twin = transformers.AutoModelForCausalLM.from_config(theirs).to(next(model.parameters()).dtype)
     weights = {renamed(name): w for name, w in model.state_dict().items()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -134,20 +134,31 @@ def huggingface_twin(transformers, model):
 SCALINGS = [None, (4.0,), (8.0, 1.0, 4.0, 16.0)]  # none, linear, Llama 3.1's
 
 
+# What a family's models have that a Llama has not, and what their config.json says.
+OF_FAMILY = {
+    "Llama": (dict(head_dim=6), {}),
+    "Mistral": (dict(head_dim=6), dict(model_type="mistral", sliding_window=16)),
+    "Qwen2": (dict(qkv_bias=True), dict(max_window_layers=2)),
+    "Qwen3": (dict(qk_norm=True, head_dim=6), {}),
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, scaling, monkeypatch):
+def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, scaling, family, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    from transformers.models.llama import modeling_llama
+    changes, said = OF_FAMILY[family]
 
     def norm_in_float64(self, x):  # theirs goes down to float32 even for float64
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
+    model = random_model(tie_embeddings=tied, rope_theta=500.0, rope_scaling=scaling, **changes).to(dtype)
+    twin = huggingface_twin(transformers, model, **said)
+    assert type(twin).__name__ == f"{family}ForCausalLM"
     if dtype == torch.float64:
-        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm_in_float64)
-    model = random_model(tie_embeddings=tied, rope_theta=500.0, rope_scaling=scaling).to(dtype)
-    twin = huggingface_twin(transformers, model)
+        monkeypatch.setattr(type(twin.model.norm), "forward", norm_in_float64)
     tokens = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(1))
     ours, theirs = model(tokens), twin(tokens).logits
     rtol = 1e-12 if dtype == torch.float64 else 1e-5

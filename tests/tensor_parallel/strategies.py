@@ -47,7 +47,11 @@ def cases(draw, tp=world_sizes, sequence_parallel=None, latent=SOMETIMES):
     short = draw(st.booleans())
     num_heads = tp * few
     fitting = [kv for kv in divisors(num_heads) if (tp % kv == 0 if short else kv % tp == 0)]
-    attention = {"num_kv_heads": draw(st.sampled_from(fitting))}
+    attention = {
+        "num_kv_heads": draw(st.sampled_from(fitting)),
+    }
+    if draw(st.booleans()):  # as Qwen's; a head's features are cut evenly where gradients of norms are summed
+        attention |= {"head_dim": 2 * tp, "qkv_bias": draw(st.booleans()), "qk_norm": draw(st.booleans())}
     if draw(latent):
         attention = {
             "kv_latent_dim": draw(st.sampled_from([3, 8])),

@@ -14,8 +14,9 @@ from tests.tensor_parallel.programs import compare_outputs, cut
 from tests.tensor_parallel.strategies import Case
 
 CONFIG = ModelConfig(
-    vocab_size=8, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=16, dropout=0.2
-)
+    vocab_size=8, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=16, dropout=0.2,
+    head_dim=6, qkv_bias=True, qk_norm=True,
+)  # fmt: skip
 
 
 def case(sequence_parallel: bool, tp: int = 2) -> Case:
@@ -25,6 +26,11 @@ def case(sequence_parallel: bool, tp: int = 2) -> Case:
 def shared_heads_not_summed(world):
     sharded_weight = linear.ColumnParallelLinear.sharded_weight
     linear.ColumnParallelLinear.sharded_weight = lambda self: sharded_weight(self)._replace(replicas=None)
+    return False
+
+
+def shared_biases_not_summed(world):
+    linear.ColumnParallelLinear.add_bias = lambda self, y: y if self.bias is None else y + self.bias
     return False
 
 
@@ -47,10 +53,12 @@ def of_the_museum(fault, sequence_parallel: bool):
 
 FAULTS = [
     of_the_museum(mesh_faults.norm_gradients_not_summed, True),
+    of_the_museum(mesh_faults.norm_gradients_not_summed, False),  # those of the norms of queries and keys
     of_the_museum(mesh_faults.outputs_added, False),
     of_the_museum(mesh_faults.dx_not_summed, False),
     of_the_museum(mesh_faults.in_place_backward, False),
     shared_heads_not_summed,
+    shared_biases_not_summed,
     dropout_by_local_position,
 ]
 
@@ -68,7 +76,7 @@ def seen(world, fault) -> str:
         for owner, names in kept:
             vars(owner).update(names)
         for owner, names in classes:
-            for name in ("sharded_weight", "__call__"):
+            for name in ("sharded_weight", "add_bias", "__call__"):
                 if name in names:
                     setattr(owner, name, names[name])
 

@@ -41,9 +41,12 @@ def ring_bytes(elems: int, ranks: int) -> int:
 
 
 def shared_heads_bytes(case: Case) -> int:
-    """The gradients of k and v, each summed over the ranks that share a head."""
+    """The gradients of k and v, each summed over the ranks that share a head, and those of the norms of q and k."""
     config, holders = case.config, max(1, case.tp // case.config.num_kv_heads)
-    return 2 * ring_bytes(config.head_dim * config.dim, holders) if holders > 1 else 0
+    shared = 2 * ring_bytes(config.head_dim * config.dim, holders) if holders > 1 else 0
+    if config.qkv_bias and holders > 1:
+        shared += 2 * ring_bytes(config.head_dim, holders)
+    return shared + (2 * ring_bytes(config.head_dim, case.tp) if config.qk_norm else 0)
 
 
 # A layer sums B*T*D elements so many times; a gather or a scatter is half a sum. With sequence parallelism the inputs of

@@ -34,6 +34,7 @@ RUN = dict(batch_size=8, seq_len=32, steps=4, warmup=1, dtype="float64", verify_
     num_kv_heads=st.sampled_from([1, 2, 4]),
     hidden_dim=st.sampled_from([8, 40]),
     tie_embeddings=st.booleans(),
+    head_dim=st.sampled_from([None, 6]),
     seq_len=st.sampled_from([8, 32]),
 )
 def test_the_formula_is_what_torch_counts(seq_len, **sizes):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.links import axis_links, collective_s
+from minipar.cost.models import attention_elems
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import held_by, held_elems
 from minipar.cost.timing import Reduction, step_parts
@@ -119,8 +120,7 @@ def _elements(job: Job, name: str, number: int) -> tuple[float, float]:
         return number, 0.0
     shape = job.shape
     feed_forward = 3 * shape.dim * shape.hidden_dim
-    attention = 2 * shape.dim * (shape.dim + shape.num_kv_heads * shape.head_dim)
-    share = feed_forward / (feed_forward + attention)
+    share = feed_forward / (feed_forward + attention_elems(shape))
     return share * number, (1 - share) * number
 
 

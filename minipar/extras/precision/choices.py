@@ -112,8 +112,8 @@ class FewBits(Choice):
     def _check_features(self, config: Any, of: str) -> None:
         """Raise ValueError if tp would split a block of a matrix."""
         model = config.model
-        kv_dim = model.dim // model.num_heads * model.num_kv_heads
-        sizes = {"dim": model.dim, "num_kv_heads * head_dim": kv_dim, "hidden_dim": model.hidden_dim}
+        heads = {f"{n} * head_dim": getattr(model, n) * model.head_dim for n in ("num_heads", "num_kv_heads")}
+        sizes = {"dim": model.dim, **heads, "hidden_dim": model.hidden_dim}
         for name, size in sizes.items():
             if config.tp > 1 and size % (config.tp * self.block):
                 raise ValueError(

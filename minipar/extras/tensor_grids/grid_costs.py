@@ -2,7 +2,7 @@
 
     M tokens, V words, t ranks: R = d q rows and C = q columns of ranks on a grid, R = p^2 and C = p on a cube
 
-    layer       linear(D, D + 2 D_kv) + linear(D, D) + linear(D, 2 F) + linear(F, D)     linear: see `linear_costs.py`
+    layer       linear(D, D_q + 2 D_kv) + linear(D_q, D) + linear(D, 2 F) + linear(F, D)     linear: see `linear_costs.py`
     norm        4 (C-1)/C M/R + 2 (R-1)/R D/C                                            two per layer, and the last norm
     embedding   2 q V D/q^2 + 2 (d-1)/d V D/q^2, less 2 V D/q^2 if i = j              on a grid
                 2 (p^2 - 1) V D/p^3                                                      on a cube
@@ -37,8 +37,9 @@ def grid_step_elems(
     """
     rows, columns = grid_shape(t, layout, depth)
     linear = _linear(layout, t, tokens, depth)
-    dim, kv_dim, vocab = config.dim, config.num_kv_heads * config.head_dim, config.vocab_size
-    layer = linear(dim, dim + 2 * kv_dim) + linear(dim, dim)
+    dim, vocab = config.dim, config.vocab_size
+    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = linear(dim, q_dim + 2 * kv_dim) + linear(q_dim, dim)
     layer += linear(dim, 2 * config.hidden_dim) + linear(config.hidden_dim, dim)
     norms = (1 if config.parallel_block else 2) * config.num_layers + 1
     per_token, of_rows = Fraction(2 * (columns - 1), columns), Fraction(2 * (rows - 1), rows)

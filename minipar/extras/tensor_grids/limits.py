@@ -28,21 +28,16 @@ def grid_shape(tp: int, layout: str, depth: int = 1) -> tuple[int, int]:
 def check_grid(config: ModelConfig, tp: int, layout: str, depth: int = 1) -> None:
     """Raise ValueError if a model of this config cannot be split evenly over tp ranks in a layout of `grid_shape`."""
     _, side = grid_shape(tp, layout, depth)
-    if config.num_experts:
-        raise ValueError(
-            f"tp_layout={layout} has no cut for num_experts={config.num_experts}; use tp_layout=1d"
-        )
-    if config.kv_latent_dim:
-        raise ValueError(
-            f"tp_layout={layout} has no cut for kv_latent_dim={config.kv_latent_dim}; use tp_layout=1d"
-        )
+    for name in ("num_experts", "kv_latent_dim", "qkv_bias", "qk_norm"):
+        if found := getattr(config, name):
+            raise ValueError(f"tp_layout={layout} has no cut for {name}={found}; use tp_layout=1d")
     # The number of parts into which a matrix's rows are cut: a cube cuts them twice.
     rows = side**2 if layout == "3d" else side
-    key_dim = config.num_kv_heads * config.head_dim
     for name, size, parts in (
         ("num_heads", config.num_heads, side),
         ("num_kv_heads", config.num_kv_heads, side),
-        ("num_kv_heads * head_dim", key_dim, rows),
+        ("num_heads * head_dim", config.num_heads * config.head_dim, rows),
+        ("num_kv_heads * head_dim", config.num_kv_heads * config.head_dim, rows),
         ("dim", config.dim, rows),
         ("hidden_dim", config.hidden_dim, rows),
         ("vocab_size", config.vocab_size, rows),

@@ -1,6 +1,7 @@
-"""A trained model as one safetensors file, under minipar's names or as Hugging Face's Llama; `from_huggingface` reads it.
+"""A trained model as one safetensors file, under minipar's names or as Hugging Face's; `from_huggingface` reads it.
 
-The model has Llama's architecture, parameter for parameter, so converting the weights only renames them.
+The model has the architecture of a Llama or, with biases or norms of queries and keys, of a Qwen, parameter for parameter,
+so converting the weights only renames them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 
-from minipar.config.llama_config import SCALINGS
+from minipar.config.llama_config import FAMILIES, SCALINGS, SWITCHES
 from minipar.config.model_config import ModelConfig
 from minipar.mesh import Placement
 from minipar.model.huggingface import huggingface_name
 from minipar.support.atomic_files import prepare_folder, whole_file, write_whole
+from minipar.support.errors import one_of
 from minipar.train.checkpoint.restore import Checkpoint
 from minipar.train.checkpoint.tensor_file import Streamed, write_streamed
 from minipar.train.data.tokenizer import tokenizer_json
@@ -52,12 +54,12 @@ def export_model(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def export_llama(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write config.json and model.safetensors as `LlamaForCausalLM.from_pretrained(folder)` reads them.
+    """Write config.json and model.safetensors as `AutoModelForCausalLM.from_pretrained(folder)` reads them.
 
     Also writes generation_config.json and, unless the run was trained on bare token ids, the files of its tokenizer, which
     then encodes text as the run did: without special tokens.
-    Only one of its tensors is in memory at a time. Raises ValueError for a model that Llama cannot express, and if the
-    run's folder has another tokenizer than that of its checkpoint.
+    Only one of its tensors is in memory at a time. Raises ValueError for a model that none of FAMILIES can express, and if
+    the run's folder has another tokenizer than that of its checkpoint.
     """
     config = llama_config(ModelConfig(**checkpoint.extra["model"]))
     tokenizer = tokenizer_json(checkpoint.path.absolute().parents[1], checkpoint.extra)
@@ -95,15 +97,23 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"kv_latent_dim={config.kv_latent_dim}: a Llama has no latent attention; export under minipar's names"
         )
+    switches = [name for name in SWITCHES if getattr(config, name)]
+    model_type = next(
+        (name for name, family in FAMILIES.items() if set(family.switches) == set(switches)), None
+    )
+    if model_type is None:
+        found = " with ".join(f"{name}=True" for name in switches)
+        raise ValueError(f"{found} is in none of {one_of(FAMILIES)}; export under minipar's names")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
         "intermediate_size": config.hidden_dim,
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,

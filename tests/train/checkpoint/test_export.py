@@ -129,6 +129,13 @@ def test_latent_attention_is_no_llama():
         sizes_from(Path("llama"), ModelConfig(kv_latent_dim=8), ())
 
 
+def test_biases_with_norms_of_heads_are_in_no_family():
+    with pytest.raises(
+        ValueError, match="qk_norm=True with qkv_bias=True is in none of llama, mistral, qwen2 or qwen3"
+    ):
+        llama_config(ModelConfig(qkv_bias=True, qk_norm=True))
+
+
 def test_a_parallel_block_is_no_llama():
     with pytest.raises(
         ValueError, match="parallel_block=True: a Llama's MLP has a norm of its own; export under"

@@ -102,7 +102,8 @@ def drawn_config(seed: int, number: int, files: Files) -> TrainConfig:
             try:
                 config = _draw(rng, axes, schedule, compress, compiled, experts, files)
                 config = _scaled(Random(f"wavelengths {seed} {number}"), _draw_run(rng, config, files))
-                return _from_llama(rng, config, files)
+                config = _of_family(Random(f"family {seed} {number}"), config)
+                return _from_folder(rng, config, files)
             except ValueError:
                 continue
 
@@ -113,11 +114,25 @@ def _scaled(rng: Random, config: TrainConfig) -> TrainConfig:
     return replace(config, model=replace(config.model, rope_scaling=scaling))
 
 
-def _from_llama(rng: Random, config: TrainConfig, files: Files) -> TrainConfig:
-    """Return the configuration, sometimes with the weights of a Llama of its sizes, drawn from another seed."""
+def _of_family(rng: Random, config: TrainConfig) -> TrainConfig:
+    """Return the configuration, sometimes with what tells Qwen's models from Llamas; a grid of ranks takes only some."""
+    model = config.model
+    if model.kv_latent_dim:
+        return config
+    head_dim = rng.choice([None, None, 2, 6])
+    switches = {
+        name: config.tp_layout in ("1d", "ted") and rng.random() < 0.3 for name in ("qkv_bias", "qk_norm")
+    }
+    return replace(config, model=replace(model, head_dim=head_dim, **switches))
+
+
+def _from_folder(rng: Random, config: TrainConfig, files: Files) -> TrainConfig:
+    """Return the configuration, sometimes with the weights of a Llama or Qwen of its sizes, drawn from another seed."""
     model, seed = config.model, rng.randrange(1000)
     if rng.random() < 0.8 or model.num_experts or model.parallel_block or model.kv_latent_dim:
         return config
+    if model.qkv_bias and model.qk_norm:
+        return config  # no family has both
     folder = files.folder / f"llama-{seed}-{config.seed}"
     folder.mkdir(exist_ok=True)
     weights = dict(Transformer(replace(model, dropout=0.0), seed, dtype=torch.float32).named_parameters())

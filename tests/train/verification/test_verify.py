@@ -128,7 +128,8 @@ FREED = replace(
 # LAMB's norms are summed over tp bucket by bucket, and tp cuts this vocabulary unevenly: buckets must agree all the same.
 UNEVEN = replace(
     DEFAULTS,
-    model=replace(DEFAULTS.model, dim=18, num_heads=3, num_kv_heads=3, hidden_dim=48, vocab_size=260, dropout=0.0),
+    model=replace(DEFAULTS.model, dim=18, num_heads=3, num_kv_heads=3, head_dim=6, hidden_dim=48, vocab_size=260,
+                  dropout=0.0),
     tp=3, pad_vocab=True, zero=1, optimizer="lamb", bucket_mb=0.0272, batch_size=2, steps=2,
 )  # fmt: skip
 
@@ -145,8 +146,24 @@ ON_GRIDS = [
 ]
 
 
+# Biases that tp cuts, of heads that ranks share, and norms of each rank's own heads: one weight for all of them.
+QWEN = replace(
+    DEFAULTS, model=replace(DEFAULTS.model, head_dim=6, qkv_bias=True, qk_norm=True), steps=2, seq_len=32
+)
+OF_FAMILIES = [
+    replace(QWEN, tp=2),
+    replace(QWEN, tp=4, sequence_parallel=True, grad_clip=1e-3),
+    replace(QWEN, dp=2, tp=2, zero=3),
+    replace(QWEN, pp=2, tp=2, microbatches=4, schedule="zb-h1", recompute="selective"),
+    replace(QWEN, dp=2, zero=1, optimizer="muon"),
+    replace(QWEN, cp=2, recompute="full"),
+    replace(QWEN, cp=2, tp=2, cp_attention="ulysses", zero=2),
+]
+
+
 OF_FAULTS = [
     *ON_GRIDS,
+    *OF_FAMILIES,
     UNEVEN,
     FREED,
     replace(FREED, dtype="float16", steps=2),
