@@ -84,11 +84,11 @@ def export(world: Comm, model: Transformer, folder: Path) -> None:
 
 
 def load(folder: Path, attention: str, dtype: torch.dtype) -> Any:
-    """Return the LlamaForCausalLM that transformers reads from the folder."""
+    """Return the model that transformers reads from the folder."""
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return transformers.LlamaForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=attention, dtype=dtype, local_files_only=True
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import Placement, placement_of
 from minipar.train.checkpoint.restore import Checkpoint
@@ -134,9 +135,11 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_id: TextI
     theirs = {"sampling": "random", "codec": "bytes", "place": None} | checkpoint.extra
     ours = described(config, text_id, checkpoint.step)
     of = f"{checkpoint.path} is of a run"
+    # A field that is newer than the checkpoint has its default.
+    model = {name: _as_json(value) for name, value in vars(ModelConfig(**theirs["model"])).items()}
     for name, value in [(name, ours[name]) for name in ALIKE] + list(ours["model"].items()):
-        stored = theirs["model"].get(name) if name in ours["model"] else theirs[name]
-        if stored != (list(value) if isinstance(value, tuple) else value):  # as JSON has it
+        stored = model[name] if name in model else theirs[name]
+        if stored != _as_json(value):
             raise ValueError(f"{name}={value!r}, but {of} with {name}={stored!r}; use that")
     config.choice("compress").require_resumable(config, theirs["settings"], of)
     if theirs["held_out"] != ours["held_out"]:

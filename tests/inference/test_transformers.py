@@ -24,6 +24,30 @@ def first_gap(model: Transformer, prompt, ours: list[int], theirs: list[int]) ->
     return float((logits[ours[at]] - logits[theirs[at]]).abs() / logits.abs().max())
 
 
+OF_FAMILY = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": dict(qkv_bias=True),
+    "Qwen3ForCausalLM": dict(qk_norm=True, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_each_familys_greedy_texts_are_theirs(tmp_path, family, number):
+    """From the folder that we export: with biases and norms far from their initial values."""
+    model = peer.random_llama(ModelConfig(**{**vars(CONFIG), **OF_FAMILY[family]}), torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p += torch.linspace(-0.5, 0.5, len(p))
+    minipar.run(peer.export, model, tmp_path, world_size=1)
+    theirs = peer.load(tmp_path, "sdpa", torch.float64)
+    assert type(theirs).__name__ == family
+    several = peer.requests(number, CONFIG.vocab_size)
+    texts = zip(several, peer.served(model, several), peer.generated(theirs, several))
+    assert max(first_gap(model, request.prompt, a, b) for request, a, b in texts) < TIE
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("core", ["plain", "fused"])

@@ -74,6 +74,7 @@ def config(kind):
         "moe": {"num_experts": 2},
         "tied": {"tie_embeddings": True},
         "latent": {"kv_latent_dim": 8},
+        "qwen": {"qkv_bias": True, "qk_norm": True},
     }.get(kind, {})
     heads = {} if kind == "latent" else {"num_kv_heads": 2}
     return ModelConfig(
@@ -95,7 +96,7 @@ def _split(world, kind, options):
     return loss, {name: x.dtype for name, x in gradients.items()}, gradients["norm.weight"]
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "tied", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "tied", "latent", "qwen"])
 def test_the_transformer_trains_under_autocast_whole_and_split(kind):
     want_loss, want = trained(Transformer(config(kind), seed=0), False)
     model = Transformer(config(kind), seed=0)

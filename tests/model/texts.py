@@ -10,6 +10,7 @@ HEADS = [
     dict(num_heads=2, num_kv_heads=2),
     dict(num_heads=4, num_kv_heads=2),
     dict(num_heads=4, num_kv_heads=1),
+    dict(num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True, qk_norm=True),
     dict(num_heads=4, kv_latent_dim=6, rope_dim=2),
     dict(num_heads=2, kv_latent_dim=3),
 ]
@@ -25,9 +26,11 @@ def loud_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A float64 model whose logits depend on every layer and token, and whose likeliest tokens vary."""
     model = Transformer(config, seed, dtype=torch.float64)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter *= 20
+            elif name.endswith(".bias"):
+                parameter += torch.linspace(-1, 1, len(parameter))
     return model.eval()
 
 

@@ -16,6 +16,8 @@ from minipar.model import from_huggingface
 from minipar.train import generate_text, train
 from minipar.train.checkpoint.export import export_llama, full_parameters
 from minipar.train.checkpoint.restore import Checkpoint, checkpoints, newest_whole
+from minipar.train.data.text import TextId
+from minipar.train.state import require_same_run
 from minipar.train.verification.legal_configs import legal_configs
 from tests.examples import examples
 
@@ -158,6 +160,17 @@ def test_another_run_is_not_continued(tmp_path):
     ]:
         with pytest.raises(ValueError, match=says):
             train(replace(BASE, **{"out": tmp_path / "second", "resume": tmp_path, **wrong}))
+
+
+def test_a_checkpoint_older_than_a_field_of_the_model_goes_on(tmp_path):
+    train(replace(BASE, steps=2, checkpoint_every=2, out=tmp_path))
+    checkpoint = Checkpoint(newest_whole(tmp_path / "checkpoints"))
+    for name in ("head_dim", "qkv_bias", "qk_norm", "rope_scaling"):
+        del checkpoint.extra["model"][name]
+    text = TextId(checkpoint.extra["text"])
+    require_same_run(BASE, checkpoint, text)
+    with pytest.raises(ValueError, match="qk_norm=True, but .* is of a run with qk_norm=False"):
+        require_same_run(replace(BASE, model=replace(SMALL, qk_norm=True)), checkpoint, text)
 
 
 def test_a_checkpoint_becomes_a_llama_and_back(tmp_path):

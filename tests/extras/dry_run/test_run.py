@@ -127,7 +127,7 @@ def test_the_planner_is_right_about_states_and_messages():
             assert found == pytest.approx(planned, rel=within, abs=0), what
 
 
-WIDE = replace(DEEP, dim=512, num_heads=8, hidden_dim=1408, vocab_size=8192, max_seq_len=512)
+WIDE = replace(DEEP, dim=512, num_heads=8, head_dim=64, hidden_dim=1408, vocab_size=8192, max_seq_len=512)
 
 
 @pytest.mark.sampled(3)
@@ -139,9 +139,10 @@ WIDE = replace(DEEP, dim=512, num_heads=8, hidden_dim=1408, vocab_size=8192, max
         dict(recompute="selective"),
         dict(recompute="full"),
         dict(model=replace(WIDE, num_experts=4, top_k=2, moe_every=1, capacity_factor=None)),
-        dict(model=replace(WIDE, num_kv_heads=8, kv_latent_dim=128, rope_dim=16)),
+        dict(model=replace(WIDE, num_kv_heads=8, head_dim=64, kv_latent_dim=128, rope_dim=16)),
+        dict(model=replace(WIDE, head_dim=96, qkv_bias=True, qk_norm=True)),
     ],
-    ids=["plain", "selective", "full", "mixture", "latent"],
+    ids=["plain", "selective", "full", "mixture", "latent", "qwen"],
 )
 def test_the_planner_and_a_dry_run_give_the_same_peak(changes, dtype):
     """With a vocabulary so large that the peak is in the loss, where no gradient of a layer is alive yet."""

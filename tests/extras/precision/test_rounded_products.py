@@ -170,6 +170,7 @@ MESHES = [
     dict(products="mxfp4", dp=2, compress="int8"),
     dict(products="mxfp4", tp=2, model=replace(MODEL, parallel_block=True)),
     dict(products="mxfp4", dp=2, model=replace(MODEL, kv_latent_dim=32)),
+    dict(products="mxfp4", tp=2, model=replace(MODEL, qkv_bias=True, qk_norm=True)),
 ]
 
 

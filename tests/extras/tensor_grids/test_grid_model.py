@@ -386,6 +386,8 @@ SIZES = dict(vocab_size=24, dim=48, num_heads=12, num_kv_heads=6, hidden_dim=24)
                                          "multiple of 4, or tp_layout=1d"),
         (dict(num_kv_heads=12, kv_latent_dim=8), (4, "2d"), "tp_layout=2d has no cut for kv_latent_dim=8; use "
                                                             "tp_layout=1d"),
+        (dict(qkv_bias=True), (4, "2d"), "tp_layout=2d has no cut for qkv_bias=True; use tp_layout=1d"),
+        (dict(qk_norm=True), (8, "3d"), "tp_layout=3d has no cut for qk_norm=True; use tp_layout=1d"),
         (dict(num_experts=2), (4, "2d"), "tp_layout=2d has no cut for num_experts=2; use tp_layout=1d"),
     ],
 )  # fmt: skip

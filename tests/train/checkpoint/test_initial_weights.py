@@ -156,6 +156,45 @@ def test_an_exported_model_comes_back_and_trains_as_one_process(llama, tmp_path,
     assert result.equal, table(result)
 
 
+SAID = dict(
+    vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=32,
+)  # fmt: skip
+THEIRS = {
+    "mistral": dict(head_dim=6, sliding_window=32),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=6),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("mistral", dict(tp=2)),
+        ("qwen2", dict(tp=4, sequence_parallel=True)),
+        ("qwen2", dict(pp=2, microbatches=2, zero=1)),
+        ("qwen3", dict(tp=4, sequence_parallel=True)),
+        ("qwen3", dict(dp=2, zero=3)),
+        ("qwen3", dict(cp=2)),
+    ],
+)
+def test_a_folder_that_transformers_wrote_trains_on_meshes(tmp_path, family, mesh):
+    """From weights that are random everywhere, biases and norms, too, and with the loss that transformers computes."""
+    transformers = pytest.importorskip("transformers")
+    said = transformers.AutoConfig.for_model(family, **SAID | THEIRS[family])
+    theirs = transformers.AutoModelForCausalLM.from_config(said).double()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype) / 10
+    theirs.save_pretrained(tmp_path)
+    config = TrainConfig(init=tmp_path, dtype="float64", batch_size=4, seq_len=32, steps=2, warmup=1, **mesh)
+    tokens = torch.arange(64).view(2, 32) * 7 % 256
+    ours = whole_model(config)(tokens)
+    assert torch.allclose(ours, theirs(tokens).logits, rtol=1e-5, atol=1e-5)  # their norms are in float32
+    result = verify(config)
+    assert result.equal, table(result)
+
+
 class Counted:
     """A weight in a file, unread; it counts the elements that are read of it."""
 
