@@ -3,7 +3,7 @@
 model_config.py    ModelConfig: a model's sizes
 moe_config.py      MoEConfig: the options of its MoE layers
 choices.py         settings chosen by name, with minipar's own choices
-llama_config.py    the sizes in a Hugging Face Llama's config.json
+llama_config.py    the sizes in a Hugging Face model's config.json, and its family
 mesh_rules.py      which sizes of a mesh are legal, and shares of unequal ranks
 context_limits.py  the tokens of each cp rank, and the lengths and heads that cp divides
 rules.py           every rule of what fits together: a table that trainer, sweep and planner ask

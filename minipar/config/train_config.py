@@ -256,8 +256,8 @@ class TrainConfig:
     )
     init: Path | None = option(
         None,
-        "the folder of a Hugging Face Llama to start from, instead of weights drawn from the seed; the model's sizes are "
-        "those of its config.json, and a flag that sets one to another value is an error",
+        "the folder of a Hugging Face Llama, Mistral or Qwen to start from, instead of weights drawn from the seed; the "
+        "model's sizes are those of its config.json, and a flag that sets one to another value is an error",
         "data",
         common=True,
     )

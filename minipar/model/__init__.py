@@ -31,7 +31,7 @@ transformer.py        the whole model, a stage of it, and the loss
 cache.py              the KV cache
 evaluating.py         evaluation mode for a while
 sampling.py           text generation
-huggingface.py        loading Hugging Face's Llama under this model's parameter names
+huggingface.py        loading Hugging Face's Llama, Mistral or Qwen under this model's parameter names
 """
 
 import lazy_loader

@@ -39,9 +39,10 @@ class Transformer(nn.Module):
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
     `norm.weight` and `head.weight`; a layer with experts has `mlp.router.weight` and `mlp.experts.{gate,up,down}`
-    [E, ...]. With `kv_latent_dim`, attention has the parameters of `LatentAttention`. A tied model has no head.weight: its
-    head multiplies by embedding.weight. A tied last stage that is not the first holds a copy of the embedding under the
-    name head.weight, listed in `tied_copies`.
+    [E, ...]. With `qkv_bias` q, k and v have a bias, with `qk_norm` attention has `{q,k}_norm.weight`, and with
+    `kv_latent_dim` the parameters of `LatentAttention`. A tied model has no head.weight: its head multiplies by
+    embedding.weight. A tied last stage that is not the first holds a copy of the embedding under the name head.weight,
+    listed in `tied_copies`.
 
     A stage's initial weights are those of the whole model. On device="meta" no weights are filled.
     Raises ValueError if shapes do not fit, or tokens or targets are not in the vocabulary.
