@@ -20,7 +20,7 @@ def export_command(
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
         out: the file to write (layout minipar), or the folder (layout llama).
-        layout: whose names the weights get: minipar's, or Hugging Face's for a Llama or Qwen, with config.json and tokenizer.
+        layout: whose names weights get: minipar's, or Hugging Face's for a Llama or Qwen, with config.json and tokenizer.
     """
     return partial(_export, run, out, layout)
 
