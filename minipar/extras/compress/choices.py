@@ -86,7 +86,7 @@ class Method(Averaging):
 
     def check(self, config: Any) -> None:
         own, of = config.options["compress"], f"compress={config.compress}"
-        least = 1 if self.averages == "momentum" else 0
+        least = int(self.averages == "momentum")
         view = view_of(config, method=self, least=least, mixed_precision=config.mixed_precision, **vars(own))
         check(view, RULES)
         for name in ("steps", "checkpoint_every"):
@@ -110,12 +110,9 @@ class Method(Averaging):
         return int(steps)
 
     def _loses_nothing(self, config: Any) -> bool:
-        own = config.options["compress"]
-        if isinstance(own, TopKOptions) and own.fraction == 1:
-            return True
-        if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
-            return True
-        return self.averages == "gradient" and config.dp * config.cp == 1
+        own, widest = config.options["compress"], max(config.model.dim, config.model.num_experts)
+        alone = self.averages == "gradient" and config.dp * config.cp == 1
+        return bool(alone or getattr(own, "fraction", 0) == 1 or getattr(own, "rank", 0) >= widest)
 
 
 def _at_least(name: str, lowest: Callable[[Any], int]) -> Rule:

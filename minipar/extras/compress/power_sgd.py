@@ -68,17 +68,13 @@ class PowerSGD(Compressor):
 
     def state(self) -> State:
         """Return, by key, this rank's "residual", and the "factor" Q [m, r]. Sends nothing."""
-        found = {key: {"residual": x} for key, x in self.residuals.items()}
-        for key, qt in self._factors.items():
-            found.setdefault(key, {})["factor"] = qt.t().contiguous()
-        return found
+        factors = {key: qt.t().contiguous() for key, qt in self._factors.items()}
+        return {key: {"residual": x, "factor": factors[key]} for key, x in self.residuals.items()}
 
     def load(self, state: State) -> None:
         for key, own in state.items():
-            if "residual" in own:
-                self.residuals[key] = own["residual"]
-            if "factor" in own:
-                self._factors[key] = own["factor"].t().contiguous()
+            self.residuals[key] = own["residual"]
+            self._factors[key] = own["factor"].t().contiguous()
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:

@@ -181,12 +181,6 @@ def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
         assert by_kind.ranks[rank] == whole.ranks[rank]
 
 
-@pytest.mark.thorough
-def test_where_shards_are_even_every_rank_holds_the_same():
-    config = replace(RUN, pp=2, dp=2, tp=2, microbatches=2, model=replace(TINY, tie_embeddings=True))
-    assert dry_run(config, by_kind=True).ranks == dry_run(config).ranks
-
-
 def test_more_ranks_than_a_machine_starts_are_run_by_kind():
     config = replace(RUN, dp=48, tp=2, batch_size=48, model=replace(TINY, num_layers=1))
     dry = dry_run(config, memory_gb=1)

@@ -3,9 +3,7 @@
 import gc
 
 import torch
-from torch import nn
 
-from minipar.data_parallel.buckets import Bucket
 from minipar.extras.dry_run.programs import run_ranks
 
 
@@ -101,26 +99,6 @@ def test_no_two_tensors_have_one_address():
     assert not equal
     assert of_alias
     assert first != second == alias
-
-
-def test_a_gradient_moves_into_its_bucket_wherever_it_lies():
-    """Taken for its place in the bucket, it would stay alive beside it until the step ends, and raise the peak."""
-
-    def collects(world, memory):
-        param = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-        bucket = Bucket([param, nn.Parameter(torch.zeros(2**40, dtype=torch.float64))], world)
-        start = bucket.flat.untyped_storage()._cdata
-        gradients = [torch.zeros(8, dtype=torch.float64) for _ in range(1000)]
-        param.grad = max(gradients, key=lambda x: x.untyped_storage()._cdata)
-        apart = param.grad.untyped_storage()._cdata - start
-        assert apart > 0
-        bucket.views[param] = bucket.flat[apart // 8 :][:8]
-        gradients.clear()
-        before = memory.now
-        bucket.collect(param)
-        return param.grad is bucket.views[param], before - memory.now
-
-    assert run_ranks(1, collects).results == {0: (True, 64)}
 
 
 def test_scratch_memory_for_floats_outlives_that_for_integers():
