@@ -22,9 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.planner.nccl_curves import fitted_fill
-from benchmarks.planner.published_runs import TABLES, Run, published_runs
+from benchmarks.planner.published_runs import MIXTURE, TABLES, Run, published_runs
 from minipar.cost import doubt, timing, work
-from minipar.cost.doubt import MIXTURE
 from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL
 from minipar.cost.programs import PROGRAMS

@@ -56,7 +56,7 @@ def scatter() -> Figure:
     figure = new_figure(6.4, 4.6)
     axes = figure.subplots()
     groups = (
-        ("tp, pp or data parallel", BLUE, lambda run: run.kind in ("tp or pp", "data parallel", "cp")),
+        ("tp, pp or data parallel", BLUE, lambda run: run.kind == "tp, pp or data parallel"),
         ("ZeRO-3", ORANGE, lambda run: run.kind == "ZeRO-3"),
         ("mixtures of experts", VERMILION, lambda run: run.kind == "mixture"),
     )

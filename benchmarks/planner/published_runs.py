@@ -20,13 +20,14 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from minipar.cost.doubt import kind_of
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.machines import MACHINES, Machine
 from minipar.cost.model_table import find_model, gpt
 from minipar.cost.models import ModelShape, hardware_flops_per_token, model_flops_per_token
 from minipar.cost.programs import PROGRAMS
 from minipar.cost.timing import StepTime, step_time
+
+MIXTURE = "mixture"
 
 
 class Table(NamedTuple):
@@ -180,8 +181,10 @@ class Run(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of layout, by which errors are summarized."""
-        return kind_of(self.job().shape, self.layout)
+        """The kind of run, by which errors are summarized: "mixture", "ZeRO-3" or "tp, pp or data parallel"."""
+        if self.job().shape.num_experts:
+            return MIXTURE
+        return "ZeRO-3" if self.layout.zero == 3 and self.layout.cp == 1 else "tp, pp or data parallel"
 
     @property
     def mfu(self) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from math import log2
 
 from minipar.cost.layout import Job, Layout
-from minipar.cost.models import ModelShape
 
 DENSE, MIXED, PER_DOUBLING, UNLIKE = 0.15, 0.32, 0.02, 0.05
 
@@ -24,22 +23,7 @@ COMPARED = ("a100-40gb", "a100-80gb", "h100", "h200")
 # runs of one model in one table.
 NEAR = 0.07
 
-MIXTURE = "mixture"
 USUAL_SCHEDULES = ("1f1b", "gpipe", "interleaved")  # simplest first; no published run has another
-
-
-def kind_of(shape: ModelShape, layout: Layout) -> str:
-    """Return the kind of a layout, by which errors are summarized.
-
-    It is the first that holds of "mixture" (of experts), "cp", "ZeRO-3", "tp or pp" and "data parallel".
-    """
-    if shape.num_experts:
-        return MIXTURE
-    if layout.cp > 1:
-        return "cp"
-    if layout.zero == 3:
-        return "ZeRO-3"
-    return "tp or pp" if layout.tp * layout.pp > 1 else "data parallel"
 
 
 def unusual(job: Job, a: Layout) -> str:

@@ -35,7 +35,7 @@ from benchmarks.planner.planner_page import page
 from benchmarks.planner.published_choices import jobs, row
 from benchmarks.planner.published_runs import TABLES, published_runs
 from minipar.cost import planner, timing, work
-from minipar.cost.doubt import DENSE, MIXED, MIXTURE, NEAR, PER_DOUBLING, UNLIKE, doubt, kind_of, unusual
+from minipar.cost.doubt import DENSE, MIXED, NEAR, PER_DOUBLING, UNLIKE, doubt, unusual
 from minipar.cost.layout import Implementation, Job, parse_layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS
@@ -257,16 +257,6 @@ def test_the_pages_tables_are_written_anew():
 @pytest.mark.thorough
 def test_the_page_is_written_anew_from_the_table():
     assert (ROOT / "docs" / "generated" / "planner.md").read_text(encoding="utf-8") == page()
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("dp8-zero3", "ZeRO-3"), ("dp2-tp4-zero3", "ZeRO-3"), ("dp2-pp4-zero1", "tp or pp"), ("dp8-zero1", "data parallel"),
-     ("dp4-cp2-zero3", "cp")],
-)  # fmt: skip
-def test_kinds_of_layouts(name, kind):
-    assert kind_of(MODELS["llama-7b"], parse_layout(name)) == kind
-    assert kind_of(MODELS["mixtral-8x7b"], parse_layout(name)) == MIXTURE
 
 
 @pytest.mark.thorough
