@@ -7,12 +7,24 @@ of `model.huggingface.NAMES` for each weight that no other family has.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from minipar.config.model_config import ModelConfig
 from minipar.support.errors import one_of
+
+
+class ExpertNames(NamedTuple):
+    """The field of config.json with the experts' width, and the names of a layer's weights; {} is an expert's number."""
+
+    width: str
+    router: str
+    gate: str
+    up: str
+    down: str
 
 
 class Family(NamedTuple):
@@ -20,21 +32,54 @@ class Family(NamedTuple):
 
     switches  the switches of ModelConfig that they have, each True
     window    the field that turns the sliding window on, which must then hide nothing; "": they have no window
+    experts   None, or the names of the experts that each layer has: a token uses its best ones, and none is dropped
+    only      fields of their config.json, besides ONLY, with the only value that this model represents
     """
 
     architecture: str
     switches: tuple[str, ...] = ()
     window: str = ""
+    experts: ExpertNames | None = None
+    only: Mapping[str, Any] = MappingProxyType({})
 
 
+OF_MIXTRAL, OF_QWEN = "block_sparse_moe.experts.{}.", "mlp.experts.{}."
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", window="sliding_window"),
     "qwen2": Family("Qwen2ForCausalLM", ("qkv_bias",), window="use_sliding_window"),
     "qwen3": Family("Qwen3ForCausalLM", ("qk_norm",), window="use_sliding_window"),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        window="sliding_window",
+        experts=ExpertNames(
+            "intermediate_size",
+            "block_sparse_moe.gate",
+            OF_MIXTRAL + "w1",
+            OF_MIXTRAL + "w3",
+            OF_MIXTRAL + "w2",
+        ),
+        only={"router_jitter_noise": 0.0},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        ("qk_norm",),
+        window="use_sliding_window",
+        experts=ExpertNames(
+            "moe_intermediate_size",
+            "mlp.gate",
+            OF_QWEN + "gate_proj",
+            OF_QWEN + "up_proj",
+            OF_QWEN + "down_proj",
+        ),
+        only={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
 }
 SWITCHES = sorted({name for family in FAMILIES.values() for name in family.switches})
 DEFAULT_WINDOW = 4096  # transformers' own, where config.json does not say `sliding_window`
+NUMBERS = ("num_experts", "num_local_experts")  # in either, a config.json says how many experts there are
+# How this model's experts are those of a family: each layer has them, and none of their tokens is dropped.
+ALL_EXPERTS: dict[str, Any] = {"capacity_factor": None, "moe_every": 1}
 # The only values that these fields of config.json may have; another value means another model.
 ONLY = {
     "hidden_act": "silu",
@@ -64,8 +109,8 @@ def read_config(path: Path) -> ModelConfig:
             f"{path}: model_type={name!r} is not in this model; use one with model_type={one_of(FAMILIES, near=name)}"
         )
     family = FAMILIES[name]
-    for field, only in ONLY.items():
-        found = given.get(field, only)
+    for field, only in {**ONLY, **family.only}.items():
+        found = given.get(field, ONLY.get(field))
         if (found or None) != (only or None):
             raise ValueError(f"{path}: {field}={found!r} is not in this model; use one with {field}={only!r}")
     theta, scaling = _rope(path, given)
@@ -77,7 +122,7 @@ def read_config(path: Path) -> ModelConfig:
             num_heads=given["num_attention_heads"],
             num_kv_heads=given.get("num_key_value_heads"),
             head_dim=given.get("head_dim"),
-            hidden_dim=given["intermediate_size"],
+            hidden_dim=given[family.experts.width if family.experts else "intermediate_size"],
             max_seq_len=given["max_position_embeddings"],
             norm_eps=given["rms_norm_eps"],
             rope_theta=theta,
@@ -85,9 +130,19 @@ def read_config(path: Path) -> ModelConfig:
             tie_embeddings=given.get("tie_word_embeddings", False),
             **dict.fromkeys(family.switches, True),
         )
+        if family.experts:
+            sizes |= ALL_EXPERTS | {
+                "num_experts": given[next((n for n in NUMBERS if n in given), NUMBERS[0])],
+                "top_k": given["num_experts_per_tok"],
+            }
     except KeyError as missing:
         raise ValueError(f"{path} has no {missing}; give a whole configuration of a {name}") from None
     config = ModelConfig(**sizes)
+    if config.num_experts and config.top_k == 1:
+        raise ValueError(
+            f"{path}: num_experts_per_tok=1 weighs an expert's output by 1, and this model by its probability; use a model "
+            "with 2 or more"
+        )
     window = given.get("sliding_window", DEFAULT_WINDOW)
     has_window = given.get(family.window, family.window == "sliding_window") and window is not None
     if has_window and window < config.max_seq_len:
@@ -124,8 +179,6 @@ def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ..
     Raises ValueError, naming both sizes, if a given size differs from the Llama's; also for a model with experts,
     parallel blocks or latent attention.
     """
-    if model.num_experts:
-        raise ValueError(f"init={folder} is a Llama, and num_experts={model.num_experts}: it has none; use 0")
     if model.parallel_block:
         raise ValueError(
             f"init={folder} is a Llama, and parallel_block=True: its MLP has a norm of its own; leave it out"
@@ -135,7 +188,10 @@ def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ..
             f"init={folder} is a Llama, and kv_latent_dim={model.kv_latent_dim}: it has no latent attention; leave it out"
         )
     theirs = read_config(Path(folder) / "config.json")
-    for name in SIZES:
+    if model.num_experts and not theirs.num_experts:
+        raise ValueError(f"init={folder} is a Llama, and num_experts={model.num_experts}: it has none; use 0")
+    sizes = (*SIZES, "num_experts", "top_k", *ALL_EXPERTS) if theirs.num_experts else SIZES
+    for name in sizes:
         given, stored = getattr(model, name), getattr(theirs, name)
         if given == stored:
             continue
@@ -147,7 +203,7 @@ def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ..
             raise ValueError(
                 f"model.{name}={given}, but the Llama of init={folder} has {name}={stored}; use that, or leave it out"
             )
-    return replace(model, **{name: getattr(theirs, name) for name in SIZES})
+    return replace(model, **{name: getattr(theirs, name) for name in sizes})
 
 
 def read_json(path: Path) -> dict[str, Any]:

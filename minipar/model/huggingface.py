@@ -1,4 +1,4 @@
-"""Hugging Face's Llama (1 to 3.3), Mistral, Qwen2, 2.5 or 3: its configuration, and its weights under this model's names.
+"""Hugging Face's Llama (1 to 3.3), Mistral, Mixtral, Qwen2, 2.5, 3 or 3-MoE: configuration, and weights by our names.
 
 This model has their architectures, parameter for parameter, so loading only renames the weights. Checkpoints that it
 cannot represent are refused: another activation, sliding windows, other biases, quantized weights. `llama_config.FAMILIES`
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minipar.config.llama_config import read_config, read_json
+from minipar.config.llama_config import FAMILIES, read_config, read_json
 from minipar.config.model_config import ModelConfig
 from minipar.model.transformer import Transformer
 from minipar.support.errors import one_of
@@ -41,6 +42,24 @@ NAMES = {
 }
 INDEX = "model.safetensors.index.json"  # maps weights to files, where there are several
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: rotary wavelengths, which the configuration determines
+
+
+def names_of(model_type: str) -> dict[str, str]:
+    """Return Hugging Face's names of a family's weights by ours; {} is a layer's number, then an expert's."""
+    experts = FAMILIES[model_type].experts
+    if experts is None:
+        return NAMES
+    ours = {
+        "router.weight": experts.router,
+        **{f"experts.{n}": getattr(experts, n) for n in ("gate", "up", "down")},
+    }
+    return NAMES | {
+        f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.{theirs}.weight" for name, theirs in ours.items()
+    }
+
+
+# Names of all families: of two weights with the same name here, such as experts', each family has its own.
+THEIRS = {theirs: ours for family in FAMILIES for ours, theirs in names_of(family).items()}
 
 
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
@@ -71,8 +90,13 @@ class LlamaWeights(Mapping[str, Tensor]):
         self._slices: dict[str, Any] = {}  # safetensors has no public name for their type
         for path, file in files.items():
             for theirs in file.keys():  # noqa: SIM118 (a file is not a dict)
-                if not theirs.endswith(NOT_WEIGHTS):
-                    self._slices[canonical_name(theirs, path)] = file.get_slice(theirs)
+                if theirs.endswith(NOT_WEIGHTS):
+                    continue
+                ours, part = canonical_name(theirs, path), file.get_slice(theirs)
+                if expert := re.search(r"\.experts\.(\d+)\.", theirs):
+                    self._slices.setdefault(ours, OfExperts()).experts[int(expert[1])] = part
+                else:
+                    self._slices[ours] = part
         if config.tie_embeddings:
             self._slices.pop("head.weight", None)  # some files repeat the embedding
         _check_shapes(folder, config, {name: tuple(s.get_shape()) for name, s in self._slices.items()})
@@ -92,22 +116,44 @@ class LlamaWeights(Mapping[str, Tensor]):
         return len(self._slices)
 
 
-def huggingface_name(name: str) -> str:
-    """Return Hugging Face's name of a parameter. Raises ValueError for a parameter that none of the families has."""
-    return _renamed(name, NAMES, "a Llama")
+class OfExperts:
+    """A weight that each expert has, unread, from tensors of their own: indexed as one tensor [E, ...]."""
+
+    def __init__(self) -> None:
+        self.experts: dict[int, Any] = {}
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape; (0,) if an expert is missing or has another shape, which fits no model."""
+        shapes = {tuple(expert.get_shape()) for expert in self.experts.values()}
+        if len(shapes) != 1 or self.experts.keys() != set(range(len(self.experts))):
+            return (0,)
+        return (len(self.experts), *shapes.pop())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        of_experts, *inside = index if isinstance(index, tuple) else (index,)
+        numbers = range(len(self.experts))[of_experts]
+        return torch.stack([self.experts[i][tuple(inside) or slice(None)] for i in numbers])
+
+
+def huggingface_name(name: str, model_type: str = "llama", expert: int = 0) -> str:
+    """Return Hugging Face's name of a parameter of a family, or of an expert's part of it.
+
+    Raises ValueError for a parameter that the family does not have.
+    """
+    return _renamed(name, names_of(model_type), f"a {model_type.capitalize()}", expert)
 
 
 def canonical_name(theirs: str, path: Path) -> str:
     """Return our name for Hugging Face's weight `theirs`. Raises ValueError for a weight that this model does not have."""
-    return _renamed(theirs, {theirs: ours for ours, theirs in NAMES.items()}, f"the model for {path}")
+    return _renamed(theirs, THEIRS, f"the model for {path}")
 
 
-def _renamed(name: str, names: dict[str, str], whose: str) -> str:
-    layer = re.search(r"layers\.(\d+)\.", name)
-    pattern = re.sub(r"layers\.\d+\.", "layers.{}.", name)
+def _renamed(name: str, names: dict[str, str], whose: str, *more: int) -> str:
+    numbers = re.findall(r"\.(\d+)\.", name)
+    pattern = re.sub(r"\.\d+\.", ".{}.", name)
     if pattern not in names:
         raise ValueError(f"{name} is not a weight of {whose}; these are {', '.join(names)}")
-    return names[pattern].format(layer.group(1)) if layer else names[pattern]
+    return names[pattern].format(*numbers, *more)
 
 
 def _open_files(folder: Path) -> dict[Path, Any]:  # safe_open's methods are untyped

@@ -186,7 +186,7 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
     [
         (
             {"model_type": "gemma"},
-            "model_type='gemma' is not in this model.*model_type=llama, mistral, qwen2 or qwen3",
+            "model_type='gemma' is not in this model.*model_type=llama, mistral, qwen2, qwen3, mixtral or qwen3_moe",
         ),
         (
             {"model_type": "mistral", "sliding_window": 16},
@@ -200,6 +200,30 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "qwen2"}, r"lacks layers\.0\.attention\.k\.bias"),
         ({"model_type": "qwen3"}, r"lacks layers\.0\.attention\.k_norm\.weight"),
+        ({"model_type": "mixtral", "sliding_window": None}, "has no 'num_experts'"),
+        (
+            {
+                "model_type": "mixtral",
+                "sliding_window": None,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+            },
+            "num_experts_per_tok=1 weighs an expert's output by 1",
+        ),
+        (
+            {
+                "model_type": "mixtral",
+                "sliding_window": None,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            r"lacks layers\.0\.mlp\.experts\.down",
+        ),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 1},
+            "norm_topk_prob=None .*use one with norm_topk_prob=True",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not in this model.*hidden_act='silu'"),
         ({"head_dim": 8}, r"q\.weight has shape \(16, 16\), and by config.json \(32, 16\)"),
         ({"head_dim": 3}, "head_dim=3 is odd"),
@@ -231,6 +255,30 @@ def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
 def test_another_model_is_refused_with_what_would_work(tmp_path, said, says):
     write(tmp_path, said=SAID | said)
     with pytest.raises(ValueError, match=says):
+        from_huggingface(tmp_path)
+
+
+def test_a_missing_expert_is_no_expert_of_another_number(tmp_path):
+    config = ModelConfig(
+        **{**vars(CONFIG), "num_experts": 2, "top_k": 2, "capacity_factor": None, "moe_every": 1}
+    )
+    stored = {}
+    for name, p in Transformer(config).named_parameters():
+        parts = (
+            {huggingface_name(name, "mixtral", i): x for i, x in zip((0, 2), p)}
+            if ".experts." in name
+            else {}
+        )
+        stored |= parts or {huggingface_name(name, "mixtral"): p}
+    save_file({name: w.detach().clone() for name, w in stored.items()}, tmp_path / "model.safetensors")
+    of_mixtral = {
+        "model_type": "mixtral",
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(SAID | of_mixtral))
+    with pytest.raises(ValueError, match=r"experts\.gate has shape \(0,\), and by config.json \(2, 24, 16\)"):
         from_huggingface(tmp_path)
 
 

@@ -2,12 +2,13 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minipar.config.model_config import ModelConfig
-from minipar.model import Transformer
+from minipar.model import Transformer, from_huggingface
 from minipar.train.checkpoint.export import llama_config
 from tests.strategies import assert_equal_to
 
@@ -168,3 +169,55 @@ def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, scali
     gradients = {name: p.grad for name, p in twin.named_parameters()}
     for name, p in model.named_parameters():
         assert_equal_to(p.grad, gradients[renamed(name)], rtol=10 * rtol, what=name)
+
+
+MIXTURES = {
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=40),
+    "qwen3_moe": dict(
+        num_experts=5, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True, head_dim=6
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_those_of_hugging_face_from_their_folder(tmp_path, family, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    said = dict(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    theirs = transformers.AutoConfig.for_model(family, max_position_embeddings=16, **said, **MIXTURES[family])
+    torch.manual_seed(0)
+    twin = transformers.AutoModelForCausalLM.from_config(theirs, experts_implementation="eager").double()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p += torch.randn_like(p) * 0.2
+    twin.save_pretrained(tmp_path)
+
+    def norm_in_float64(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def routed_in_float64(self, x):
+        logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        best, experts = logits.softmax(-1).topk(self.top_k)
+        return logits, best / best.sum(-1, keepdim=True), experts
+
+    monkeypatch.setattr(type(twin.model.norm), "forward", norm_in_float64)
+    monkeypatch.setattr(type(twin.model.layers[0].mlp.gate), "forward", routed_in_float64)
+    config, weights = from_huggingface(tmp_path)
+    model = Transformer(replace(config, balance_coef=0.0, z_coef=0.0), dtype=torch.float64)
+    model.load_state_dict(weights)
+    tokens = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(1))
+    ours, want = model(tokens), twin(tokens).logits
+    assert_equal_to(ours, want, rtol=1e-11)
+    ours.logsumexp(-1).sum().backward(), want.logsumexp(-1).sum().backward()
+    gradients = {name: p.grad for name, p in twin.named_parameters()}
+    for name, p in model.named_parameters():
+        if ".experts." in name or ".router." in name:
+            continue
+        assert_equal_to(p.grad, gradients[renamed(name)], rtol=1e-10, what=name)
+    for number, block in model.layers.items():
+        mixture, of_layer = block.mlp, f"model.layers.{number}.mlp."
+        assert_equal_to(mixture.router.weight.grad, gradients[of_layer + "gate.weight"], rtol=1e-10)
+        gate_up = torch.cat([mixture.experts.gate.grad, mixture.experts.up.grad], dim=1)
+        assert_equal_to(gate_up, gradients[of_layer + "experts.gate_up_proj"], rtol=1e-10)
+        assert_equal_to(mixture.experts.down.grad, gradients[of_layer + "experts.down_proj"], rtol=1e-10)

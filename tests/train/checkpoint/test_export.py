@@ -12,7 +12,7 @@ import minipar
 from minipar.config.llama_config import sizes_from
 from minipar.config.model_config import ModelConfig
 from minipar.mesh import Placement, place_whole, placement_of
-from minipar.model import Transformer
+from minipar.model import Transformer, from_huggingface
 from minipar.train.checkpoint.export import export_llama, export_model, full_parameters, llama_config
 from minipar.train.checkpoint.restore import Checkpoint, newest_whole
 from minipar.train.checkpoint.saver import Saver, StoredPart
@@ -131,9 +131,44 @@ def test_latent_attention_is_no_llama():
 
 def test_biases_with_norms_of_heads_are_in_no_family():
     with pytest.raises(
-        ValueError, match="qk_norm=True with qkv_bias=True is in none of llama, mistral, qwen2 or qwen3"
+        ValueError,
+        match="qk_norm=True with qkv_bias=True is in none of llama, mistral, qwen2, qwen3, mixtral or qwen3_moe",
     ):
         llama_config(ModelConfig(qkv_bias=True, qk_norm=True))
+
+
+MIXTURE = dict(num_experts=3, top_k=2, capacity_factor=None, moe_every=1, num_layers=2)
+
+
+@pytest.mark.parametrize("more", [{}, dict(qk_norm=True, head_dim=6), dict(num_experts=2)], ids=str)
+def test_experts_are_exported_one_by_one_and_come_back(tmp_path, more):
+    model = {**SIZES, **MIXTURE, **more}
+    minipar.run(save_model, tmp_path, {"model": model, "codec": "ids"}, world_size=1)
+    checkpoint = Checkpoint(newest_whole(tmp_path / "checkpoints"))
+    export_llama(checkpoint, tmp_path / "llama")
+    config, weights = from_huggingface(tmp_path / "llama")
+    want = full_parameters(checkpoint)
+    assert config == ModelConfig(**model)
+    assert weights.keys() == want.keys()
+    assert all(torch.equal(weights[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(capacity_factor=1.0), "capacity_factor=1.0: experts of .* have capacity_factor=None"),
+        (dict(moe_every=2), "moe_every=2"),
+        (dict(shared_dim=8), "shared_dim=8"),
+        (dict(balance_bias=True), "balance_bias=True"),
+        (dict(router="noisy_top_k"), "router=noisy_top_k"),
+        (dict(top_k=1), "top_k=1"),
+        (dict(qkv_bias=True), "num_experts=3 with qkv_bias=True is in none of"),
+    ],
+    ids=str,
+)
+def test_experts_that_no_family_has_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        llama_config(ModelConfig(**{**SIZES, **MIXTURE, **changes}))
 
 
 def test_a_parallel_block_is_no_llama():

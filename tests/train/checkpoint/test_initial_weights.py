@@ -164,6 +164,8 @@ THEIRS = {
     "mistral": dict(head_dim=6, sliding_window=32),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(head_dim=6),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True),
 }
 
 
@@ -176,13 +178,16 @@ THEIRS = {
         ("qwen3", dict(tp=4, sequence_parallel=True)),
         ("qwen3", dict(dp=2, zero=3)),
         ("qwen3", dict(cp=2)),
+        ("mixtral", dict(tp=2)),
+        ("mixtral", dict(dp=4, ep=2, zero=3)),
+        ("qwen3_moe", dict(dp=2, ep=2, tp=2, sequence_parallel=True)),
     ],
 )
 def test_a_folder_that_transformers_wrote_trains_on_meshes(tmp_path, family, mesh):
     """From weights that are random everywhere, biases and norms, too, and with the loss that transformers computes."""
     transformers = pytest.importorskip("transformers")
     said = transformers.AutoConfig.for_model(family, **SAID | THEIRS[family])
-    theirs = transformers.AutoModelForCausalLM.from_config(said).double()
+    theirs = transformers.AutoModelForCausalLM.from_config(said, experts_implementation="eager").double()
     with torch.no_grad():
         for p in theirs.parameters():
             p += torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype) / 10
