@@ -131,7 +131,7 @@ class OfExperts:
 
     def __getitem__(self, index: Any) -> Tensor:
         of_experts, *inside = index if isinstance(index, tuple) else (index,)
-        numbers = range(len(self.experts))[of_experts]
+        numbers: range = range(len(self.experts))[of_experts]
         return torch.stack([self.experts[i][tuple(inside) or slice(None)] for i in numbers])
 
 
