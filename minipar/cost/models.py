@@ -102,9 +102,9 @@ class ModelShape:
         others = self.bias or self.qkv_bias or self.qk_norm
         if self.kv_latent_dim and (others or self.num_kv_heads != self.num_heads):
             raise ValueError(
-                f"kv_latent_dim={self.kv_latent_dim} with bias={self.bias}, qkv_bias={self.qkv_bias}, "
-                f"qk_norm={self.qk_norm} and num_kv_heads={self.num_kv_heads}: latent attention has no biases, no norms of "
-                "queries and keys, and as many key/value heads as heads; leave these out"
+                f"kv_latent_dim={self.kv_latent_dim} with bias={self.bias} and num_kv_heads={self.num_kv_heads}: latent "
+                f"attention has no biases (qkv_bias={self.qkv_bias}), no norms of heads (qk_norm={self.qk_norm}), and as "
+                "many key/value heads as heads; leave these out"
             )
 
     @classmethod

@@ -129,9 +129,9 @@ class OfExperts:
             return (0,)
         return (len(self.experts), *shapes.pop())
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         of_experts, *inside = index if isinstance(index, tuple) else (index,)
-        numbers: range = range(len(self.experts))[of_experts]
+        numbers = range(len(self.experts))[of_experts]
         return torch.stack([self.experts[i][tuple(inside) or slice(None)] for i in numbers])
 
 
