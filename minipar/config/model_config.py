@@ -12,6 +12,10 @@ from minipar.support.options import check_types, option, with_option_table
 Attention = Literal["fused", "plain", "flash"]
 
 
+class DerivedSize(int):
+    """A size that was not given: `replace(config, dim=64)` derives it anew, where it keeps one that was."""
+
+
 @with_option_table
 @dataclass(frozen=True)
 class ModelConfig(MoEConfig):
@@ -69,7 +73,8 @@ class ModelConfig(MoEConfig):
         check_types(self)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.head_dim is None:
+        is_derived = self.head_dim is None or isinstance(self.head_dim, DerivedSize)
+        if is_derived:
             require_positive(dim=self.dim, num_heads=self.num_heads)
             require_divides("num_heads", self.num_heads, "dim", self.dim)
             object.__setattr__(self, "head_dim", self.dim // self.num_heads)
@@ -91,7 +96,9 @@ class ModelConfig(MoEConfig):
         self._check_head_dim()
         self._check_latent()
         self._check_reals()
-        super().__post_init__()
+        super().__post_init__()  # which makes plain numbers of all
+        if is_derived:
+            object.__setattr__(self, "head_dim", DerivedSize(self.head_dim))
 
     @property
     def cache_elems(self) -> int:

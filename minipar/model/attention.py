@@ -80,7 +80,7 @@ class Attention(nn.Module):
         super().__init__()
         assert config.num_kv_heads is not None
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.head_dim, self.rope_theta = int(config.head_dim), config.rope_theta
         self.rope_scaling = config.rope_scaling
         self.documents, self.default_core = config.documents, CORES[config.attention]
         self.overrides = AttentionOverrides()

@@ -16,7 +16,9 @@ def test_unset_sizes_follow_the_others_and_survive_a_replacement():
     config = ModelConfig(num_heads=8, num_kv_heads=2, dim=64)
     assert (config.num_kv_heads, config.head_dim) == (2, 8)
     assert ModelConfig(num_heads=8, dim=64).num_kv_heads == 8
-    assert ModelConfig(num_heads=3, dim=64, head_dim=20).head_dim == 20
+    given = ModelConfig(num_heads=3, dim=64, head_dim=20)
+    assert given.head_dim == dataclasses.replace(given, dim=72).head_dim == 20
+    assert dataclasses.replace(config, dim=128).head_dim == 16
     assert dataclasses.replace(config, num_layers=7) == ModelConfig(
         num_heads=8, num_kv_heads=2, dim=64, num_layers=7
     )

@@ -127,7 +127,7 @@ def test_the_planner_is_right_about_states_and_messages():
             assert found == pytest.approx(planned, rel=within, abs=0), what
 
 
-WIDE = replace(DEEP, dim=512, num_heads=8, head_dim=64, hidden_dim=1408, vocab_size=8192, max_seq_len=512)
+WIDE = replace(DEEP, dim=512, num_heads=8, hidden_dim=1408, vocab_size=8192, max_seq_len=512)
 
 
 @pytest.mark.sampled(3)
@@ -139,7 +139,7 @@ WIDE = replace(DEEP, dim=512, num_heads=8, head_dim=64, hidden_dim=1408, vocab_s
         dict(recompute="selective"),
         dict(recompute="full"),
         dict(model=replace(WIDE, num_experts=4, top_k=2, moe_every=1, capacity_factor=None)),
-        dict(model=replace(WIDE, num_kv_heads=8, head_dim=64, kv_latent_dim=128, rope_dim=16)),
+        dict(model=replace(WIDE, num_kv_heads=8, kv_latent_dim=128, rope_dim=16)),
         dict(model=replace(WIDE, head_dim=96, qkv_bias=True, qk_norm=True)),
     ],
     ids=["plain", "selective", "full", "mixture", "latent", "qwen"],

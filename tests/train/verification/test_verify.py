@@ -128,7 +128,7 @@ FREED = replace(
 # LAMB's norms are summed over tp bucket by bucket, and tp cuts this vocabulary unevenly: buckets must agree all the same.
 UNEVEN = replace(
     DEFAULTS,
-    model=replace(DEFAULTS.model, dim=18, num_heads=3, num_kv_heads=3, head_dim=6, hidden_dim=48, vocab_size=260,
+    model=replace(DEFAULTS.model, dim=18, num_heads=3, num_kv_heads=3, hidden_dim=48, vocab_size=260,
                   dropout=0.0),
     tp=3, pad_vocab=True, zero=1, optimizer="lamb", bucket_mb=0.0272, batch_size=2, steps=2,
 )  # fmt: skip
