@@ -56,16 +56,16 @@ def scatter() -> Figure:
     figure = new_figure(6.4, 4.6)
     axes = figure.subplots()
     groups = (
-        ("tp, pp or data parallel", BLUE, lambda run: run.kind == "tp, pp or data parallel"),
-        ("ZeRO-3", ORANGE, lambda run: run.kind == "ZeRO-3"),
-        ("mixtures of experts", VERMILION, lambda run: run.kind == "mixture"),
+        ("tp, pp or data parallel", BLUE, "tp, pp or data parallel"),
+        ("ZeRO-3", ORANGE, "ZeRO-3"),
+        ("mixtures of experts", VERMILION, "mixture"),
     )
     axes.plot([0, 70], [0, 70], color=INK, linewidth=0.8)
     for factor in (1 / (1 + DENSE), 1 + DENSE):
         axes.plot([0, 70], [0, 70 * factor], color=GREY, linewidth=0.6, linestyle="--")
-    for name, colour, belongs in groups:
+    for name, colour, kind in groups:
         for held_out in (False, True):
-            found = [run for run in published_runs() if belongs(run) and run.held_out == held_out]
+            found = [run for run in published_runs() if run.kind == kind and run.held_out == held_out]
             axes.scatter(
                 [100 * run.mfu for run in found],
                 [100 * run.mfu * math.exp(-run.error()) for run in found],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from minipar.config.choices import CHOSEN
+from minipar.config.model_config import DerivedSize
 from minipar.config.train_config import TrainConfig
 from minipar.support.options import check_type, make_options
 
@@ -83,7 +84,8 @@ def _value(name: str, value: Any, hints: dict[str, Any]) -> Any:
 def as_toml(config: TrainConfig) -> str:
     """Format the configuration as TOML for `read_settings`. Settings that are None are left out: None is their default."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    tables = {"model": vars(values.pop("model"))}
+    model = vars(values.pop("model"))
+    tables = {"model": {name: v for name, v in model.items() if not isinstance(v, DerivedSize)}}
     for name, options in values.pop("options").items():
         if any(value is not None for value in vars(options).values()):
             tables[name] = {"name": values.pop(name), **vars(options)}

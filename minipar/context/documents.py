@@ -65,9 +65,10 @@ def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
 
 
 def document_cost(shape: ModelShape, length: int) -> float:
-    """Return the multiply-adds of a forward of one document: T (matrix elements) + L D T (T+1) for T tokens and L layers.
+    """Return the multiply-adds of a forward of one document of T tokens: T (matrix elements) + L H d T (T+1).
 
-    The second term is attention's two products, in which a token looks at itself and the tokens before it.
+    The second term is attention's two products in L layers of H heads of d features, in which a token looks at itself and
+    the tokens before it.
     """
     layers = range(shape.num_layers)
     matrices = sum(layer_matmul_elems(shape, i) for i in layers) + shape.dim * shape.vocab_size

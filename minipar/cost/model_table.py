@@ -39,9 +39,15 @@ _ALL = (
         "deepseek-v3", 61, 7168, 128, 2048, 129280, num_experts=256, top_k=8, capacity_factor=1.0, shared_dim=2048,
         kv_latent_dim=512, rope_dim=64, head_size=128, q_latent_dim=1536, dense_layers=3, dense_hidden_dim=18432,
     ),
-    ModelShape("qwen3-32b", 64, 5120, 64, 25600, 151936, 8, head_size=128),
-    ModelShape("qwen3-30b", 48, 2048, 32, 768, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128),
-    ModelShape("qwen3-235b", 94, 4096, 64, 1536, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128),
+    ModelShape("qwen3-32b", 64, 5120, 64, 25600, 151936, 8, head_size=128, qk_norm=True),
+    ModelShape(
+        "qwen3-30b", 48, 2048, 32, 768, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128,
+        qk_norm=True,
+    ),
+    ModelShape(
+        "qwen3-235b", 94, 4096, 64, 1536, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128,
+        qk_norm=True,
+    ),
     ModelShape("gpt-oss-20b", 24, 2880, 64, 2880, 201088, 8, num_experts=32, top_k=4, capacity_factor=1.0, head_size=64),
     ModelShape(
         "gpt-oss-120b", 36, 2880, 64, 2880, 201088, 8, num_experts=128, top_k=4, capacity_factor=1.0, head_size=64,

@@ -156,6 +156,7 @@ def plan(job: Job, top: int = 10) -> Plan:
     """Search the legal layouts of the job; of those that fit, `best` has the `top` fastest."""
     for split_short in (False, True):
         found, fastest_s = Plan(job, top), inf
+        slow: set[Family] = set()
         for cell in sorted(_cells(job, split_short)):
             ways = _ways(job, cell.layout)
             found.legal += len(ways)
@@ -163,6 +164,12 @@ def plan(job: Job, top: int = 10) -> Plan:
                 found.seen += len(ways)
                 for zero, order in ways:
                     fastest_s = min(fastest_s, _weigh(found, cell.layout.with_order(zero, *order)))
+            else:
+                slow.update(*(families_of(job, cell.layout.with_order(z, *order)) for z, order in ways))
+        # What is too large may have a slow layout that is not.
+        for key in slow:
+            if isinstance(found.families.get(key), Infeasible):
+                del found.families[key]
         found.fits.sort()
         if found.fits or not is_short(job):
             break

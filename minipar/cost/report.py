@@ -35,9 +35,10 @@ def plan_text(plan: Plan) -> str:
     """Return the table of the layouts found, with the uncertainty of each time, and a few lines on why others lost."""
     job, choice = plan.job, plan.choice
     margin = f", which leaves {job.margin_bytes / GB:g} GB free" if job.margin_bytes else ""
+    others = f", the others take over {REACH} times as long" if plan.seen < plan.legal else ""
     lines = [
         headline(job),
-        f"{plan.legal:,} legal layouts; {plan.seen:,} weighed, the others take over {REACH} times as long; "
+        f"{plan.legal:,} legal layouts; {plan.seen:,} weighed{others}; "
         f"{len(plan.fits):,} of these fit {job.room_bytes / GB:.0f} GB{margin}",
         _near_words(plan),
         "",
@@ -183,6 +184,11 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         raise ValueError(
             f"model={shape.name} is a GPT, and minipar trains Llama's layer alone; leave out --run"
         )
+    if shape.q_latent_dim or shape.dense_layers or (shape.kv_latent_dim and shape.q_dim != shape.dim):
+        raise ValueError(
+            f"model={shape.name} has latent queries, first layers without experts, or latent attention with heads of their "
+            "own size, which minipar does not train; leave out --run"
+        )
     dtype = {"mixed": "bfloat16", "mixed-fp32-grads": "bfloat16"}.get(job.precision, job.precision)
     values = {
         axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "ep", "tp") if getattr(layout, axis) > 1
@@ -215,6 +221,9 @@ def _sizes(shape: ModelShape, job: Job, cp: int) -> Iterator[tuple[str, object]]
         yield name.replace("_", "-"), getattr(shape, name)
     if shape.q_dim != shape.dim:
         yield "head-dim", shape.head_dim
+    if shape.kv_latent_dim:
+        yield "kv-latent-dim", shape.kv_latent_dim
+        yield "rope-dim", shape.rope_dim
     yield "max-seq-len", job.seq_len
     if shape.num_experts:
         for name in ("num_experts", "top_k", "capacity_factor", "moe_every", "shared_dim"):

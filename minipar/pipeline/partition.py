@@ -90,9 +90,10 @@ def _require_unshared(slices: Sequence[nn.Module]) -> None:
 def layer_costs(model: Transformer | nn.Sequential) -> list[float]:
     """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix that it uses.
 
-    A token uses top_k of E experts; under expert choice, E * capacity / group on average. Attention adds dim * max_seq_len
-    per layer, for two products, each over max_seq_len / 2 keys on average; latent attention also multiplies rotary
-    features. The embedding, which copies a row, adds dim to the first layer; the head adds its matrix to the last.
+    A token uses top_k of E experts; under expert choice, E * capacity / group on average. Attention adds, per layer,
+    num_heads * head_dim * max_seq_len for two products, each over max_seq_len / 2 keys on average; latent attention also
+    multiplies rotary features. The embedding, which copies a row, adds dim to the first layer; the head adds its matrix to
+    the last.
     For a Sequential, only the matrices are counted.
     """
     if isinstance(model, nn.Sequential):

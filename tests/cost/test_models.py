@@ -63,7 +63,7 @@ def test_sizes_that_no_model_can_have_are_refused():
     with pytest.raises(ValueError, match="kv_latent_dim=8, rope_dim=0; use two numbers above 0, or none"):
         ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8)
     with pytest.raises(
-        ValueError, match="kv_latent_dim=8 with bias=True, .* and num_kv_heads=4: latent attention has no"
+        ValueError, match="kv_latent_dim=8 with bias=True and num_kv_heads=4: latent attention has no"
     ):
         ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8, rope_dim=2, bias=True)
     with pytest.raises(ValueError, match="q_latent_dim=8 is for kv_latent_dim above 0"):

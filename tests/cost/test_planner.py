@@ -18,6 +18,7 @@ from minipar.cost.planner import (
     SEARCHED,
     SEARCHED_CP,
     Candidate,
+    Infeasible,
     Plan,
     families_of,
     is_short,
@@ -87,6 +88,15 @@ def every_layout(job: Job):
                 continue
             num_bytes = sum(worst_rank_memory(job, layout)[1].values())
             yield layout, num_bytes - job.machine.memory_bytes, step_time(job, layout).total
+
+
+def test_no_family_is_too_large_whose_slow_layouts_fit():
+    job = Job(MODELS["mixtral-8x7b"], MACHINES["h100"], 16, 4096, 64, margin_bytes=0)
+    slow = parse_layout("tp16-zero0-mb64-full")
+    assert sum(worst_rank_memory(job, slow)[1].values()) < job.room_bytes
+    assert ("tp", 16) in families_of(job, slow)
+    assert not isinstance(plan(job).families.get(("tp", 16)), Infeasible)
+
 
 
 @pytest.mark.sampled(6)
