@@ -230,23 +230,29 @@ class Pass(NamedTuple):
     @classmethod
     def of(
         cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE,
-        is_together: bool = False,
+        most_together: int = 0,
     ) -> Pass:  # fmt: skip
+        """Return it for these requests. At most `most_together` tokens are gathered at once; 0: none are read together."""
         places = [(rows, t) for rows in requests for t in share.tokens(rows.begin, rows.end)]
         numbers = [
             (rows.tokens[t - rows.begin], t, share.slot(rows.table, t, block_size)) for rows, t in places
         ]
         columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
         tokens, positions, slots = columns
-        # Of tables up to twice as long as another, so that at most half of what is gathered is padding.
+        # By the number of requests that fit in one: tables are up to twice as long as another's, which limits the padding.
         groups: dict[int, list[tuple[int, Rows]]] = {}
         tables, first = {}, 0
         for i, rows in enumerate(requests):
             blocks = blocks_for(rows.end, block_size)
-            if is_together and len(rows.tokens) == 1:
-                groups.setdefault(blocks.bit_length(), []).append((first, rows))
+            fitting = most_together // (block_size * 2 ** blocks.bit_length())
+            if fitting > 0 and len(rows.tokens) == 1:
+                groups.setdefault(fitting, []).append((first, rows))
             else:
                 tables[i] = torch.tensor(rows.table[:blocks], device=device)
             first += len(rows.tokens)
-        together = [Together.of(group, block_size, device) for group in groups.values()]
+        together = [
+            Together.of(group[i : i + size], block_size, device)
+            for size, group in groups.items()
+            for i in range(0, len(group), size)
+        ]
         return cls(requests, tokens[:, None], positions[:, None], slots, tables, together)

@@ -200,7 +200,7 @@ def ring_backward(comm, q, k, v, out, lse, dout, causal=True):
 def paged_attention(memory, size, pieces, q, k, v):
     own = BlockMemory(BlockPool(memory.shape[1], size), memory.shape[3], memory.shape[4], memory.dtype, CPU)
     own.data = memory
-    of_pass = Pass.of([Rows(*piece) for piece in pieces], size, CPU, is_together=True)
+    of_pass = Pass.of([Rows(*piece) for piece in pieces], size, CPU, most_together=40)
     return PagedCore(plain_attention, own, of_pass)(q, k, v)
 
 

@@ -58,8 +58,8 @@ class CompressedBuckets(Compressors):
 
     make  a function from Comm to its compressor
 
-    All means go to every rank, also where it keeps only a chunk of them: every ZeRO stage has DDP's bits and bytes. On one
-    rank nothing is compressed.
+    All means go to every rank, also where it keeps only a chunk of them: ZeRO-1 and -2 have DDP's bits and bytes, and under
+    ZeRO-3 each unit is a message. On one rank nothing is compressed.
     """
 
     def __init__(self, make: Callable[[Comm], Compressor]):
