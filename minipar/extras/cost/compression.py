@@ -143,7 +143,7 @@ def compression_view(asked: Asked, options: Any) -> Answer:
     assert layout is not None
     rows = compression_rows(job, layout, name)
     entries = {method: {"seconds": seconds, "sent_bytes": sent} for method, seconds, sent in rows}
-    return Answer(advice(job, layout, rows, name), {"compress": entries})
+    return Answer(advice(job, layout, name), {"compress": entries})
 
 
 def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, float, float]]:
@@ -171,8 +171,9 @@ def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> f
     return sum((p - 1) / p * job.bytes_of.gradient * n for p, n in zip(sizes, elems))
 
 
-def advice(job: Job, layout: Layout, rows: list[tuple[str, float, float]], name: str) -> list[str]:
+def advice(job: Job, layout: Layout, name: str) -> list[str]:
     """Return lines that say whether the method pays on this layout, and the cost of each method."""
+    rows = compression_rows(job, layout, name)
     (_, plain_s, plain_bytes), *others = rows
     if not others:
         if layout.dp * layout.cp == 1:
