@@ -174,7 +174,7 @@ def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> f
 def advice(job: Job, layout: Layout, name: str) -> list[str]:
     """Return lines that say whether the method pays on this layout, and the cost of each method."""
     rows = compression_rows(job, layout, name)
-    (_, plain_s, plain_bytes), *others = rows
+    (_, plain_s, _), *others = rows
     if not others:
         if layout.dp * layout.cp == 1:
             return ["", f"compress: no, {layout.name} has one data-parallel rank, which sends no gradients"]
