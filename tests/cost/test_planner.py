@@ -98,7 +98,6 @@ def test_no_family_is_too_large_whose_slow_layouts_fit():
     assert not isinstance(plan(job).families.get(("tp", 16)), Infeasible)
 
 
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "job", JOBS, ids=lambda job: f"{job.gpus} GPUs of {job.machine.memory_bytes / 1e9} GB"
