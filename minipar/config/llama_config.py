@@ -28,7 +28,7 @@ class ExpertNames(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How models of a `model_type` are called in transformers, and how they differ from a Llama.
+    """The class that transformers has for a `model_type`, and what its models have that a Llama has not.
 
     switches  the switches of ModelConfig that they have, each True
     window    the field that turns the sliding window on, which must then hide nothing; "": they have no window

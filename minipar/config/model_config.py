@@ -109,10 +109,8 @@ class ModelConfig(MoEConfig):
 
     @property
     def core_width(self) -> int:
-        """The multiplications of the attention core per query and key, over all heads: for score and weighted sum."""
-        return 2 * self.num_heads * self.head_dim + (
-            self.num_heads * self.rope_dim if self.kv_latent_dim else 0
-        )
+        """The multiplications that a pair of a query and a key costs in all heads: for its score and the weighted sum."""
+        return self.num_heads * (2 * self.head_dim + (self.rope_dim if self.kv_latent_dim else 0))
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts: with moe_every=2, as in Switch, layers 1, 3, 5 ... do."""

@@ -109,9 +109,8 @@ class PagedCore:
         out, first = torch.empty_like(q), 0
         for own_rows, slots, seen in self.of_pass.together:
             keys, values = self.memory.read_together(slots)
-            queries = (
-                q[own_rows].unflatten(1, (keys.shape[1], -1)).squeeze(3)
-            )  # [R, h_kv, H / h_kv, head_dim]
+            # [R, h_kv, H / h_kv, head_dim]: the query heads that share a key head, as the queries of that head
+            queries = q[own_rows].unflatten(1, (keys.shape[1], -1)).squeeze(3)
             attended = TOGETHER[self.core](queries, keys, values, seen)
             out[own_rows] = attended.flatten(1, 2).unsqueeze(2)
         for i, rows in enumerate(self.of_pass.requests):

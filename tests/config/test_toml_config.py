@@ -9,6 +9,7 @@ from minipar.cli import main
 from minipar.cli.choices import options_of
 from minipar.cli.flags import config_of, flags_of
 from minipar.config.choices import CHOSEN
+from minipar.config.model_config import ModelConfig
 from minipar.config.toml_config import as_toml, read_settings
 from minipar.config.train_config import TrainConfig
 from tests.train.verification.test_verify import configs
@@ -19,6 +20,12 @@ def test_a_written_configuration_is_read_again(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(as_toml(config))
     assert config_of(flags_of(TrainConfig(), read_settings(path)), TrainConfig) == config
+
+
+def test_a_derived_size_is_not_written_but_derived_again():
+    assert "head_dim" not in as_toml(TrainConfig())
+    given = TrainConfig(model=ModelConfig(head_dim=20))
+    assert "head_dim = 20\n" in as_toml(given)
 
 
 def every_choice():

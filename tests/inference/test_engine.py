@@ -17,6 +17,7 @@ from minipar.inference.paged_model import PagedModel
 from minipar.inference.scheduler import Scheduler
 from minipar.inference.speculative import Guess
 from minipar.model import Transformer
+from minipar.model.attention import plain_attention
 from tests.examples import examples
 from tests.inference.texts import (
     BAD,
@@ -115,6 +116,15 @@ def test_nan_of_one_token_reaches_no_request_read_with_it(prompts):
     several = [Request(prompt, 4) for prompt in prompts]
     for result, outcome in zip(Engine(model).run(several), outcomes_alone(model, several)):
         assert (result.tokens, result.error is not None) == outcome
+
+
+def test_a_core_replaced_after_the_engine_was_made_is_the_one_used():
+    model, several = loud_model(SMALL), [Request(prompt[:6], 4) for prompt in PROMPTS[:2]]
+    engine, calls = Engine(model), []
+    for attention in engine.paged.attentions:
+        attention.overrides.core = lambda *args, **how: calls.append(how) or plain_attention(*args, **how)
+    assert [result.tokens for result in engine.run(several)] == [alone(model, request) for request in several]
+    assert calls
 
 
 def test_a_failed_request_leaves_no_prefix_behind():
